@@ -1,0 +1,7 @@
+"""`python -m mgtp.cli` is the `mgtp` program."""
+
+import sys
+
+from .app import main
+
+sys.exit(main())

@@ -1,0 +1,123 @@
+"""The `mgtp` program: global options, one line per error, exit codes.
+
+Command modules import only light modules at the top; what is heavy is imported by the command that needs it, so that
+`mgtp --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from ..shardplan.errors import MgtpError
+from ..shardplan.version import __version__
+
+app = typer.Typer(
+    name="mgtp",
+    help="Run language models that are larger than one GPU, on the GPUs of one node.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+
+# Typer's own copy of click is private; its base classes are reached through the public BadParameter.
+_USAGE_ERROR, _CLICK_ERROR = typer.BadParameter.__mro__[1:3]
+
+
+@dataclass(frozen=True)
+class Globals:
+    """Options that stand before the command; `ctx.obj` of every command."""
+
+    log_level: str = "info"
+    debug: bool = False
+
+
+class Terminated(Exception):
+    """SIGTERM or SIGHUP arrived."""
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"mgtp {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _globals(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(help=f"What to report on stderr: {', '.join(LOG_LEVELS)}.", envvar="MGTP_LOG_LEVEL")
+    ] = Globals.log_level,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and everything the ranks print.")] = False,
+) -> None:
+    """Cut checkpoints into one file per GPU and run them tensor-parallel."""
+    from ..shardplan.errors import UsageError
+    from .console import set_up_logging
+
+    if log_level not in LOG_LEVELS:
+        raise UsageError(f"--log-level {log_level!r} is unknown", f"use one of {', '.join(LOG_LEVELS)}")
+    ctx.obj = Globals("debug" if debug else log_level, debug)
+    set_up_logging(ctx.obj.log_level)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code; every failure is one line and a hint on stderr."""
+    arguments = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in arguments
+    _load_commands()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _raise_terminated)
+    try:
+        return app(args=arguments, standalone_mode=False) or 0
+    except MgtpError as error:
+        return _fail(error.message, error.hint, error.exit_code, debug)
+    except _CLICK_ERROR as error:  # type: ignore[misc]
+        usage = isinstance(error, _USAGE_ERROR) and getattr(error, "ctx", None)
+        path = error.ctx.command_path if usage else "mgtp"  # type: ignore[attr-defined]
+        return _fail(error.format_message().rstrip("."), f"see {path} --help", 2, debug)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", "", EXIT_INTERRUPTED, debug)
+    except Terminated:
+        return _fail("terminated", "", EXIT_TERMINATED, debug)
+    except BrokenPipeError:
+        # The reader of stdout has gone: nothing is left to say. Keep the interpreter from flushing into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # a fault of ours: still one line
+        return _fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
+
+
+def _raise_terminated(number: int, frame: object) -> None:
+    raise Terminated
+
+
+def _fail(message: str, hint: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    if hint:
+        print(f"hint: {' '.join(hint.split())}", file=sys.stderr)
+    return code
+
+
+def _load_commands() -> None:
+    """Import the command modules: each registers itself on `app`."""
+    from . import generate, plan, probe_memory, shard, verify  # noqa: F401
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Running a shard set: launching ranks, loading, the forward pass, sampling, text."""

@@ -1,0 +1,53 @@
+"""The supported model families. One module each: ARCHITECTURES, parse(config), tensors(model).
+
+The forward pass of a family lives in the module of the same name in runtime/models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from ..config import ModelConfig, text_config
+from ..errors import CheckpointError
+from ..partition import TensorSpec
+from .common import architecture
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def family_module(name: str) -> ModuleType:
+    """The shardplan module of a family."""
+    return import_module(f"{__name__}.{name}")
+
+
+def parse_config(config: Mapping[str, Any]) -> ModelConfig:
+    """The model that config.json describes.
+
+    Raises CheckpointError, by name, for an unknown architecture, an option that is not implemented, or a bad value.
+    """
+    name = architecture(config)
+    for level in (config, text_config(config)):
+        if level.get("quantization_config") is not None:
+            method = (
+                level["quantization_config"].get("quant_method", "?")
+                if isinstance(level["quantization_config"], dict)
+                else "?"
+            )
+            raise CheckpointError(
+                f"quantised checkpoints are not supported (quantization_config: {method})",
+                "use the model's unquantised weights",
+            )
+    for family in FAMILIES:
+        module = family_module(family)
+        if name in module.ARCHITECTURES:
+            return module.parse(config)
+    supported = sorted(a for f in FAMILIES for a in family_module(f).ARCHITECTURES)
+    raise CheckpointError(f"architecture {name!r} is not supported", f"supported: {', '.join(supported)}")
+
+
+def model_tensors(model: ModelConfig) -> Iterator[TensorSpec]:
+    """Every tensor of `model` in the order of use, with the way it is cut."""
+    return family_module(model.family).tensors(model)

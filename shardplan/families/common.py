@@ -1,0 +1,147 @@
+"""What the families share: the decoder skeleton's config fields and tensors.
+
+Shapes: V vocabulary, H hidden, I ffn width, D head dimension, Hq/Hkv query and key/value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..config import Attention, ConfigReader, Ffn, Layer, ModelConfig, text_config
+from ..errors import CheckpointError
+from ..partition import TensorSpec, columns, rows
+from ..rope import parse_rope
+
+
+def heads(reader: ConfigReader) -> tuple[int, int]:
+    """(query heads, key/value heads), checked to form whole groups."""
+    num_heads = reader.count("num_attention_heads")
+    num_kv_heads = reader.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
+            "fix config.json",
+        )
+    return num_heads, num_kv_heads
+
+
+def attention(
+    reader: ConfigReader,
+    *,
+    head_dim: int | None = None,
+    scaling: float | None = None,
+    window: int | None = None,
+    **rope: Any,
+) -> Attention:
+    """Attention from the usual fields; `head_dim` defaults to the config's, then to hidden_size / heads."""
+    num_heads, num_kv_heads = heads(reader)
+    d = reader.count("head_dim", head_dim or max(1, reader.count("hidden_size") // num_heads))
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=d,
+        scaling=d**-0.5 if scaling is None else scaling,
+        rope=parse_rope(reader.values, d, **rope),
+        window=window,
+    )
+
+
+def model_config(
+    config: Mapping[str, Any],
+    family: str,
+    layers: list[Layer],
+    *,
+    norm_eps: float = 1e-6,
+    tie: bool = False,
+    max_position: int = 2048,
+    activation: str | None = None,
+) -> ModelConfig:
+    """The fields every family has, with the family's defaults for what config.json leaves out."""
+    reader = ConfigReader(text_config(config))
+    return ModelConfig(
+        family=family,
+        architecture=architecture(config),
+        hidden_size=reader.count("hidden_size"),
+        vocab_size=reader.count("vocab_size"),
+        max_position=reader.count("max_position_embeddings", max_position),
+        norm_eps=reader.number("rms_norm_eps", norm_eps),
+        activation=activation or reader.activation(),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", tie),
+        layers=tuple(layers),
+        text=reader.values,
+    )
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class name in `architectures`; raises CheckpointError when there is none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(
+            f"config.json: architectures is {names!r}, must name one class",
+            "take config.json from the model's repository",
+        )
+    return names[0]
+
+
+def num_layers(reader: ConfigReader) -> int:
+    """The number of decoder layers; bounded, so that a wrong number cannot exhaust memory."""
+    count = reader.count("num_hidden_layers")
+    if count > 10_000:
+        raise CheckpointError(f"config.json: num_hidden_layers is {count}", "fix config.json")
+    return count
+
+
+def uniform_layers(reader: ConfigReader, layer_attention: Attention) -> list[Layer]:
+    """The same attention and feed-forward width in every layer."""
+    return [Layer(Ffn(reader.count("intermediate_size")), layer_attention)] * num_layers(reader)
+
+
+def embedding(model: ModelConfig) -> TensorSpec:
+    """model.embed_tokens.weight [V, H], by vocabulary rows."""
+    return TensorSpec("model.embed_tokens.weight", (model.vocab_size, model.hidden_size), rows("vocab"))
+
+
+def head(model: ModelConfig) -> Iterator[TensorSpec]:
+    """The final norm, then lm_head.weight [V, H] by vocabulary rows unless it is the embedding itself."""
+    yield norm("model.norm", model.hidden_size)
+    if not model.tie_word_embeddings:
+        yield TensorSpec("lm_head.weight", (model.vocab_size, model.hidden_size), rows("vocab"))
+
+
+def norm(name: str, size: int) -> TensorSpec:
+    """A norm's weight [size], copied to every rank."""
+    return TensorSpec(f"{name}.weight", (size,))
+
+
+def projections(prefix: str, a: Attention, hidden: int, *, qkv_bias: bool = False) -> Iterator[TensorSpec]:
+    """q/k/v projections [heads*D, H] by whole heads, adjacent, then their biases, adjacent."""
+    parts = (
+        ("q_proj", a.q_axis, a.num_heads),
+        ("k_proj", a.kv_axis, a.num_kv_heads),
+        ("v_proj", a.kv_axis, a.num_kv_heads),
+    )
+    for name, axis, count in parts:
+        yield TensorSpec(f"{prefix}{name}.weight", (count * a.head_dim, hidden), rows(axis, a.head_dim), f"{prefix}qkv")
+    if qkv_bias:
+        for name, axis, count in parts:
+            yield TensorSpec(f"{prefix}{name}.bias", (count * a.head_dim,), rows(axis, a.head_dim), f"{prefix}qkv.bias")
+
+
+def output(prefix: str, a: Attention, hidden: int, *, bias: bool = False, name: str = "o_proj") -> Iterator[TensorSpec]:
+    """The output projection [H, Hq*D] by the columns of whole heads; its bias stays whole and is added once."""
+    yield TensorSpec(f"{prefix}{name}.weight", (hidden, a.num_heads * a.head_dim), columns(a.q_axis, a.head_dim))
+    if bias:
+        yield TensorSpec(f"{prefix}{name}.bias", (hidden,))
+
+
+def mlp(prefix: str, ffn: Ffn, hidden: int, *, bias: bool = False) -> Iterator[TensorSpec]:
+    """gate and up [I, H] by rows, adjacent, then down [H, I] by columns; down's bias stays whole."""
+    for name in ("gate_proj", "up_proj"):
+        yield TensorSpec(f"{prefix}{name}.weight", (ffn.size, hidden), rows(ffn.axis), f"{prefix}gate_up")
+    if bias:
+        for name in ("gate_proj", "up_proj"):
+            yield TensorSpec(f"{prefix}{name}.bias", (ffn.size,), rows(ffn.axis), f"{prefix}gate_up.bias")
+    yield TensorSpec(f"{prefix}down_proj.weight", (hidden, ffn.size), columns(ffn.axis))
+    if bias:
+        yield TensorSpec(f"{prefix}down_proj.bias", (hidden,))

@@ -1,0 +1,150 @@
+"""From an opened checkpoint to a plan: what every rank gets. Nothing is read but headers, nothing is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .config import ModelConfig
+from .dtypes import COMMON_NAME, ITEMSIZE, safetensors_name
+from .errors import CheckpointError
+from .families import model_tensors, parse_config
+from .layout import lay_out
+from .names import canonical_names
+from .partition import TensorSpec, model_axes, part_bytes
+from .plan import FORMAT_VERSION, HASH_ALGORITHM, AxisPlan, ShardPlan, Tool
+from .sources.base import Source, TensorInfo
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A checkpoint matched against its family: the model, its tensors in order of use, and where each comes from."""
+
+    model: ModelConfig
+    specs: tuple[TensorSpec, ...]
+    sources: Mapping[str, TensorInfo]
+    ties: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def match(source: Source) -> Blueprint:
+    """Match every tensor of a checkpoint with what its config.json calls for, both ways.
+
+    Raises CheckpointError listing every tensor that is missing, unexpected, or of another shape or type.
+    """
+    model = parse_config(source.config)
+    names = canonical_names(source.tensors)
+    notes = list(source.notes)
+    ignored = len(source.tensors) - len(names)
+    if ignored:
+        notes.append(f"skipped {ignored} tensors that play no part in text generation")
+    if model.tie_word_embeddings and HEAD in names:
+        if not source.has_weights:
+            del names[HEAD]
+            notes.append("the checkpoint stores a head beside tied embeddings: taken for a copy until the weights are read")
+        elif _same_tensor(source, names[HEAD], names.get(EMBEDDING, "")):
+            del names[HEAD]
+        else:
+            model = replace(model, tie_word_embeddings=False)
+            notes.append("tie_word_embeddings is set, but the checkpoint has a different lm_head.weight: it is used")
+    specs = tuple(model_tensors(model))
+    _check_names(specs, names, source)
+    sources = {spec.name: source.tensors[names[spec.name]] for spec in specs}
+    _check_tensors(specs, sources, source)
+    ties = {HEAD: EMBEDDING} if model.tie_word_embeddings else {}
+    return Blueprint(model, specs, sources, ties, tuple(notes))
+
+
+def make_plan(source: Source, tp_size: int, dtype: str = "auto", shares: Sequence[int] = ()) -> ShardPlan:
+    """The plan for cutting `source` into `tp_size` ranks, before anything is read: hashes are still empty.
+
+    `shares` are the ranks' weights (default: equal). Raises CheckpointError or UsageError.
+    """
+    blueprint = match(source)
+    weights = list(shares) or [1] * tp_size
+    axes = model_axes(blueprint.model, weights)
+    stored = safetensors_name(dtype if dtype != "auto" else auto_dtype(blueprint))
+    ranks = [lay_out(blueprint.specs, blueprint.sources, axes, r, tp_size, stored) for r in range(tp_size)]
+    return ShardPlan(
+        format_version=FORMAT_VERSION,
+        tool=Tool(),
+        architecture=blueprint.model.architecture,
+        family=blueprint.model.family,
+        tp_size=tp_size,
+        shares=weights,
+        dtype=COMMON_NAME[stored],
+        fingerprint=source.fingerprint or "",
+        hash_algorithm=HASH_ALGORITHM,
+        axes={n: AxisPlan(a.size, a.unit, list(a.ranges), a.copied) for n, a in axes.items()},
+        ties=dict(blueprint.ties),
+        notes=list(blueprint.notes),
+        files={},
+        ranks=ranks,
+    )
+
+
+def auto_dtype(blueprint: Blueprint) -> str:
+    """The dtype that most of the checkpoint's bytes have."""
+    size: Counter[str] = Counter()
+    for info in blueprint.sources.values():
+        size[info.dtype] += part_bytes(info.shape, ITEMSIZE[info.dtype])
+    return COMMON_NAME[size.most_common(1)[0][0]]
+
+
+def _same_tensor(source: Source, head: str, embedding: str) -> bool:
+    """Whether a stored head equals the embedding bit for bit (shapes first, then the values, in bounded windows)."""
+    import numpy as np
+
+    a, b = source.tensors[head], source.tensors.get(embedding)
+    if b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    step = max(1, (8 << 20) // max(1, part_bytes(a.shape[1:], ITEMSIZE[a.dtype])))
+    for start in range(0, a.shape[0], step):
+        stop = min(start + step, a.shape[0])
+        left, right = source.rows(head, start, stop), source.rows(embedding, start, stop)
+        if not np.array_equal(left.view("u1"), right.view("u1")):
+            return False
+    return True
+
+
+def _check_names(specs: Sequence[TensorSpec], names: Mapping[str, str], source: Source) -> None:
+    wanted = {spec.name for spec in specs}
+    missing = [spec.name for spec in specs if spec.name not in names]
+    unexpected = sorted(names[name] for name in names if name not in wanted)
+    if missing == [HEAD]:
+        raise CheckpointError(
+            f"{source.label}: {HEAD} is missing and tie_word_embeddings is false",
+            "take the complete checkpoint, or set tie_word_embeddings in config.json if its head is the embedding",
+        )
+    if missing:
+        raise CheckpointError(
+            f"{source.label}: {len(missing)} tensors are missing: {_listed(missing)}",
+            "download the checkpoint again; config.json and weights must belong together",
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"{source.label}: {len(unexpected)} tensors are not part of this architecture: {_listed(unexpected)}",
+            "config.json and weights must belong together; adapters have to be merged first",
+        )
+
+
+def _check_tensors(specs: Sequence[TensorSpec], sources: Mapping[str, TensorInfo], source: Source) -> None:
+    for spec in specs:
+        info = sources[spec.name]
+        if info.dtype not in COMMON_NAME:
+            raise CheckpointError(
+                f"{source.label}: {info.name} has dtype {info.dtype}, not a plain float", "use the unquantised weights"
+            )
+        if info.shape != spec.shape:
+            raise CheckpointError(
+                f"{source.label}: {info.name} has shape {list(info.shape)}, config.json calls for {list(spec.shape)}",
+                "config.json and weights must belong together",
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """All names, on one line."""
+    return ", ".join(names)
