@@ -11,9 +11,12 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "C64": 8,
 }  # fmt: skip
 """Bytes an element of every safetensors dtype that can be sized."""
+
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits an element of the safetensors dtypes that are smaller than a byte; a tensor of them fills whole bytes."""
 
 SAFETENSORS_NAME = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Command-line spelling -> safetensors spelling of the dtypes weights can have."""

@@ -39,7 +39,7 @@ def lay_out(
         fuse = spec.fuse
         shape, source = rank_shape(spec, axes, rank), sources[spec.name]
         ranges = source_ranges(spec.cut, axes, rank) if spec.cut else []
-        cut = SourceSlice(source.dtype, list(source.shape), spec.cut.dim if spec.cut else None, ranges)
+        cut = SourceSlice(source.origin or source.dtype, list(source.shape), spec.cut.dim if spec.cut else None, ranges)
         size = part_bytes(shape, ITEMSIZE[dtype])
         tensors.append(TensorPlan(source.name, dtype, list(shape), offset, size, cut))
         offset += size

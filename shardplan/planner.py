@@ -44,7 +44,9 @@ def match(source: Source) -> Blueprint:
     if model.tie_word_embeddings and HEAD in names:
         if not source.has_weights:
             del names[HEAD]
-            notes.append("the checkpoint stores a head beside tied embeddings: taken for a copy until the weights are read")
+            notes.append(
+                "the checkpoint stores a head beside tied embeddings: taken for a copy until the weights are read"
+            )
         elif _same_tensor(source, names[HEAD], names.get(EMBEDDING, "")):
             del names[HEAD]
         else:

@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: Hugging Face name, safetensors float dtype of its values, shape."""
+    """One tensor of a checkpoint: Hugging Face name, safetensors float dtype of its values, shape.
+
+    `origin` is the dtype that the original checkpoint has, where that is another one: a shard set holds values that
+    were converted. A plan records it, so that cutting a shard set again gives the plan of the checkpoint.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    origin: str = ""
 
 
 class Source(Protocol):

@@ -1,0 +1,86 @@
+"""`mgtp probe-memory`: what every rank really holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from .app import app
+from .launching import (
+    DeviceOption,
+    DevicesOption,
+    JsonOption,
+    MaxModelLenOption,
+    ShardSetArgument,
+    SharedDeviceOption,
+    TpSizeOption,
+)
+
+if TYPE_CHECKING:
+    from ..runtime.launch.probe import MemoryProbe
+
+
+@app.command("probe-memory")
+def probe_memory(
+    ctx: typer.Context,
+    directory: ShardSetArgument,
+    tp_size: TpSizeOption = None,
+    device: DeviceOption = "auto",
+    devices: DevicesOption = None,
+    allow_shared_device: SharedDeviceOption = False,
+    max_model_len: MaxModelLenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a shard set and report what every rank really holds, measured after a forward pass, beside the plan.
+
+    Exits 1 when a rank is more than 5 % off its plan. JSON: tp_size, total_weight_bytes, within_plan, ranks (rank,
+    device, file, file_bytes, planned_weight_bytes, weight_bytes, share, device_used_bytes, device_free_bytes,
+    device_total_bytes, kv_cache_tokens).
+    """
+    from ..runtime.launch.probe import probe
+    from ..runtime.launch.start import LaunchOptions
+    from .console import print_json
+    from .launching import open_set, parse_devices, running
+
+    shard_set = open_set(directory, tp_size)
+    options = LaunchOptions(
+        device=device,
+        devices=parse_devices(devices),
+        allow_shared_device=allow_shared_device,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        log_level=ctx.obj.log_level,
+    )
+    with running(shard_set, options) as started:
+        report = probe(started, shard_set.plan)
+    if as_json:
+        print_json(report)
+    else:
+        _print_table(report)
+    if not report.within_plan:
+        from ..shardplan.errors import MgtpError
+
+        off = next(r for r in report.ranks if not r.within_plan)
+        raise MgtpError(
+            f"rank {off.rank} holds {off.weight_bytes} bytes of weights, the plan says {off.planned_weight_bytes}",
+            "more than 5 % off: check what else the rank loads",
+        )
+
+
+def _print_table(report: MemoryProbe) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .console import human_bytes
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("rank", "device", "file", "planned", "measured", "share", "used", "free"):
+        table.add_column(column, justify="left" if column in ("device", "file") else "right")
+    for r in report.ranks:
+        sizes = [human_bytes(x) for x in (r.planned_weight_bytes, r.weight_bytes)]
+        device = [human_bytes(x) for x in (r.device_used_bytes, r.device_free_bytes)]
+        table.add_row(str(r.rank), r.device, r.file, *sizes, f"{r.share:.1%}", *device)
+    Console(width=None if Console().is_terminal else 120).print(table)
+    total, tokens = human_bytes(report.total_weight_bytes), min(r.kv_cache_tokens for r in report.ranks)
+    print(f"weights of {report.tp_size} rank(s): {total}; KV cache: {tokens} tokens")

@@ -1,0 +1,50 @@
+"""One step's work as tensors: T tokens of S sequences, laid out one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ..shardplan.rope import Rope
+    from .kv_cache import KVCache
+    from .layers.rotary import RotaryTables
+
+
+@dataclass
+class ForwardBatch:
+    """Everything a forward pass needs besides the weights.
+
+    `query_lens` and `kv_lens` are per sequence: new tokens, and tokens in the cache once they are written. `slots`
+    and `tables` are per cache group: where each token's key and value go (a flat index of block * block_size +
+    offset), and each sequence's blocks. `state_slots` index recurrent states. `logit_rows` are the tokens whose
+    logits are wanted.
+    """
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    rope_lengths: torch.Tensor  # [T] int64: the length that length-dependent frequencies go by
+    query_lens: list[int]
+    kv_lens: list[int]
+    slots: list[torch.Tensor]  # a group: [T] int64
+    tables: list[torch.Tensor]  # a group: [S, blocks] int64
+    state_slots: list[int]
+    logit_rows: torch.Tensor  # [L] int64
+    cache: KVCache
+    rotary: RotaryTables
+    scratch: dict = field(default_factory=dict)  # what layers share within one step, such as attention masks
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether every sequence has exactly one new token."""
+        return len(self.query_lens) == len(self.token_ids)
+
+    def cos_sin(self, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, d/2] of this step's positions in `dtype`, worked out once a step."""
+        key = (rope, dtype)
+        if key not in self.scratch:
+            cos, sin = self.rotary.rows(rope, self.positions, self.rope_lengths)
+            self.scratch[key] = cos.to(dtype), sin.to(dtype)
+        return self.scratch[key]

@@ -1,0 +1,77 @@
+"""How many cache blocks a rank can afford, and the context length that follows. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..shardplan.config import ModelConfig
+from ..shardplan.errors import DeviceError
+from ..shardplan.partition import Axis
+from .cache_layout import CacheGroup, block_bytes, cache_groups
+
+
+@dataclass(frozen=True)
+class CacheDemand:
+    """What bounds the cache: sequences at once, tokens of each, tokens a step, tokens a block."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_batch_tokens: int
+    block_size: int
+
+    def blocks_per_sequence(self, group: CacheGroup) -> int:
+        """Blocks that one sequence of full length can own: a window keeps what one step's queries can see."""
+        tokens = self.max_model_len
+        if group.window is not None:
+            tokens = min(tokens, group.window + min(self.max_batch_tokens, self.max_model_len) + self.block_size)
+        return -(-tokens // self.block_size)
+
+
+def plan_blocks(
+    model: ModelConfig, axes: Mapping[str, Axis], rank: int, demand: CacheDemand, budget: int, itemsize: int
+) -> list[int]:
+    """Blocks of every cache group, the scratch block included, that fit in `budget` bytes.
+
+    Enough for max_num_seqs full sequences when that fits, else a proportional part of it, at least one sequence.
+    Raises DeviceError, with the length that would fit, when not even one does.
+    """
+    groups = cache_groups(model)
+    size = [block_bytes(model, axes, rank, g, demand.block_size, itemsize) for g in groups]
+    one = [demand.blocks_per_sequence(g) + 1 for g in groups]
+    wanted = [demand.blocks_per_sequence(g) * demand.max_num_seqs + 1 for g in groups]
+    floor, full = _cost(one, size), _cost(wanted, size)
+    if floor > budget:
+        raise DeviceError(
+            f"rank {rank}: one sequence of {demand.max_model_len} tokens needs {floor} bytes of KV cache, "
+            f"{max(budget, 0)} are left",
+            "lower --max-model-len, use more ranks, or leave --max-model-len out to take what fits",
+        )
+    if full <= budget:
+        return wanted
+    share = (budget - floor) / (full - floor)
+    return [a + int((b - a) * share) for a, b in zip(one, wanted, strict=True)]
+
+
+def longest_context(
+    model: ModelConfig, axes: Mapping[str, Axis], rank: int, demand: CacheDemand, budget: int, itemsize: int
+) -> int:
+    """The longest sequence, at most demand.max_model_len tokens, whose cache fits in `budget` bytes; 0 if none does."""
+    from dataclasses import replace
+
+    groups = cache_groups(model)
+    size = [block_bytes(model, axes, rank, g, demand.block_size, itemsize) for g in groups]
+
+    def fits(blocks: int) -> bool:
+        d = replace(demand, max_model_len=blocks * demand.block_size)
+        return _cost([d.blocks_per_sequence(g) + 1 for g in groups], size) <= budget
+
+    low, high = 0, -(-demand.max_model_len // demand.block_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return min(low * demand.block_size, demand.max_model_len)
+
+
+def _cost(blocks: list[int], size: list[int]) -> int:
+    return sum(b * s for b, s in zip(blocks, size, strict=True))

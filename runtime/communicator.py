@@ -1,0 +1,91 @@
+"""The collectives of one mesh axis: all-reduce, all-gather and broadcast over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Communicator(Protocol):
+    """Collectives over `size` ranks, of which this process is number `rank`. All ranks call in the same order."""
+
+    rank: int
+    size: int
+    backend: str
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place where possible; use the returned tensor."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[size, *tensor.shape]: every rank's tensor, in rank order. Shapes must agree."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """`source`'s tensor, in place."""
+        ...
+
+
+class SingleRank:
+    """The communicator of a group of one: nothing to exchange."""
+
+    rank, size, backend = 0, 1, "none"
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with a leading dimension of one."""
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+class GroupCommunicator:
+    """Collectives that torch.distributed runs where the tensors are: NCCL on GPUs, gloo on CPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self.backend = dist.get_backend(group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[size, *tensor.shape] in rank order."""
+        out = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather_into_tensor(out, tensor.contiguous(), group=self.group)
+        return out
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """`source`'s tensor, in place."""
+        dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+
+class HostCommunicator(GroupCommunicator):
+    """Collectives staged through host memory over gloo: right for any placement, several ranks on one GPU included."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.backend = "host"
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, copied back in place."""
+        return tensor.copy_(super().all_reduce(tensor.cpu()))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[size, *tensor.shape] in rank order, on the tensor's device."""
+        return super().all_gather(tensor.cpu()).to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """`source`'s tensor, copied back in place."""
+        return tensor.copy_(super().broadcast(tensor.cpu(), source))

@@ -1,0 +1,83 @@
+"""Asking running ranks what they hold, and comparing it with the plan."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...shardplan.errors import RankError
+from ...shardplan.plan import ShardPlan
+from ..messages import MeasureMemory, MemoryReport
+from .start import StartedGroup
+
+TOLERANCE = 0.05
+"""Part of the planned weight bytes by which a rank may be off."""
+
+NOISE_BYTES = 4 << 20
+"""Private memory that loading takes for reasons of the allocator's own, whatever the model's size."""
+
+TIMEOUT_SECONDS = 120.0
+
+
+class RankMemory(msgspec.Struct):
+    """One rank: what its plan says, and what it holds, in bytes. `share` is its part of all measured weights."""
+
+    rank: int
+    device: str
+    file: str
+    file_bytes: int
+    planned_weight_bytes: int
+    weight_bytes: int
+    share: float
+    within_plan: bool
+    device_used_bytes: int
+    device_free_bytes: int
+    device_total_bytes: int
+    kv_cache_tokens: int
+
+
+class MemoryProbe(msgspec.Struct):
+    """All ranks; `within_plan` when each of them is."""
+
+    tp_size: int
+    total_weight_bytes: int
+    within_plan: bool
+    ranks: list[RankMemory]
+
+
+def probe(started: StartedGroup, plan: ShardPlan) -> MemoryProbe:
+    """Measure every rank after a forward pass. Raises RankError when one does not answer."""
+    started.group.send(MeasureMemory())
+    reports: dict[int, MemoryReport] = {}
+    while len(reports) < plan.tp_size:
+        message = started.group.receive(TIMEOUT_SECONDS)
+        if message is None:
+            late = next(r for r in range(plan.tp_size) if r not in reports)
+            raise RankError(
+                f"rank {late} did not report its memory within {TIMEOUT_SECONDS:g} s", "run again with --debug"
+            )
+        if isinstance(message, MemoryReport):
+            reports[message.rank] = message
+    total = sum(r.weight_bytes for r in reports.values())
+    ranks = [_compare(plan, reports[ready.rank], ready.device, total) for ready in started.ready]
+    return MemoryProbe(plan.tp_size, total, all(r.within_plan for r in ranks), ranks)
+
+
+def _compare(plan: ShardPlan, report: MemoryReport, device: str, total: int) -> RankMemory:
+    planned = plan.ranks[report.rank]
+    # The whole data section is brought over, padding included; pages round it up.
+    expected = planned.bytes - planned.data_offset
+    off = abs(report.weight_bytes - expected)
+    return RankMemory(
+        rank=report.rank,
+        device=device,
+        file=planned.file,
+        file_bytes=planned.bytes,
+        planned_weight_bytes=expected,
+        weight_bytes=report.weight_bytes,
+        share=report.weight_bytes / max(1, total),
+        within_plan=off <= max(TOLERANCE * expected, NOISE_BYTES),
+        device_used_bytes=report.device_used_bytes,
+        device_free_bytes=report.device_free_bytes,
+        device_total_bytes=report.device_total_bytes,
+        kv_cache_tokens=report.kv_cache_tokens,
+    )

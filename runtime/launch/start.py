@@ -1,0 +1,95 @@
+"""From a shard set and options to ranks that are loaded and warm."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...shardplan.errors import RankError
+from ...shardplan.shard_set import ShardSet
+from ..messages import Ready, Stage
+from ..options import RankOptions
+from . import group as group_module
+from .devices import describe, place_ranks
+from .group import RankGroup
+
+log = logging.getLogger("mgtp.launch")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the user says about where and how large to run."""
+
+    device: str = "auto"
+    devices: tuple[int, ...] | None = None
+    allow_shared_device: bool = False
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    kv_cache_bytes: int | None = None
+    start_timeout: float = 600.0
+    log_level: str = "info"
+
+
+@dataclass
+class StartedGroup:
+    """A running group and what its ranks said when they were ready, in rank order."""
+
+    group: RankGroup
+    ready: list[Ready]
+    seconds: float
+
+
+def start_ranks(
+    shard_set: ShardSet, options: LaunchOptions, on_stage: Callable[[int, str], None] | None = None
+) -> StartedGroup:
+    """Start the ranks of `shard_set` and wait until all are ready.
+
+    Everything that can be refused is refused before a process is started. Raises UsageError, DeviceError or RankError.
+    """
+    tp_size = shard_set.plan.tp_size
+    devices = None if options.devices is None else list(options.devices)
+    placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device)
+    log.info(describe(placement, options.device))
+    rank_options = RankOptions(
+        shard_set=str(shard_set.path.resolve()),
+        tp_size=tp_size,
+        device=placement.device,
+        devices=list(placement.indices),
+        allow_shared_device=options.allow_shared_device,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        kv_cache_bytes=options.kv_cache_bytes,
+        start_timeout=options.start_timeout,
+        log_level=options.log_level,
+    )
+    begin = time.monotonic()
+    group = RankGroup(rank_options, group_module.RANK_MODULE)
+    try:
+        ready = _wait_until_ready(group, options.start_timeout, on_stage)
+    except BaseException:
+        group.stop()
+        raise
+    return StartedGroup(group, ready, time.monotonic() - begin)
+
+
+def _wait_until_ready(group: RankGroup, timeout: float, on_stage: Callable[[int, str], None] | None) -> list[Ready]:
+    ready: dict[int, Ready] = {}
+    deadline = time.monotonic() + timeout
+    while len(ready) < len(group.ranks):
+        message = group.receive(max(0.0, deadline - time.monotonic()))
+        if message is None:
+            late = next(e for e in group.ranks if e.rank not in ready)
+            raise RankError(
+                f"rank {late.rank} is not ready after {timeout:g} s, stage {late.stage!r}",
+                "see --debug for what it prints",
+            )
+        if isinstance(message, Ready):
+            ready[message.rank] = message
+            group.ranks[message.rank].stage = "running"
+        elif isinstance(message, Stage):
+            group.ranks[message.rank].stage = message.name
+            if on_stage is not None:
+                on_stage(message.rank, message.name)
+    return [ready[r] for r in sorted(ready)]

@@ -1,0 +1,55 @@
+"""What a rank really holds, as the system reports it; never the plan's numbers repeated.
+
+On the CPU: resident bytes of the rank file's mapping, plus private growth. On CUDA: growth of the device's used
+memory as the driver sees it, less what the context itself took.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Bytes in use at one moment: private memory of the process (CPU), or of the whole device (CUDA)."""
+
+    used: int
+    free: int
+    total: int
+
+
+def take_snapshot(device: torch.device) -> Snapshot:
+    """Memory in use now."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Snapshot(total - free, free, total)
+    memory = _fields(Path("/proc/meminfo"))
+    private = _fields(Path("/proc/self/status"))["RssAnon"]
+    return Snapshot(private, memory["MemAvailable"], memory["MemTotal"])
+
+
+def resident_bytes(file: Path) -> int:
+    """Bytes of this process's mappings of `file` that are in memory (a private copy of a page counts once)."""
+    total, inside = 0, False
+    target = str(file.resolve())
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(target)
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def touch(block: torch.Tensor) -> None:
+    """Read one byte of every page, so that a mapping is resident."""
+    block[::4096].sum()
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """'Name:  123 kB' lines as bytes."""
+    pairs = (line.split(":", 1) for line in path.read_text().splitlines() if line.endswith("kB"))
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}

@@ -1,0 +1,133 @@
+"""What front, leader and followers say to each other: typed messages, msgpack on the wire."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .sampling_params import SamplingParams
+
+
+class Request(msgspec.Struct, tag=True):
+    """Front -> leader: generate from `prompt_ids`. The seed in `sampling` is set: the front has drawn one if need be."""
+
+    id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    eos_ids: list[int]
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Front -> leader: forget a request. Unknown ids are ignored: the request may just have finished."""
+
+    id: str
+
+
+class MeasureMemory(msgspec.Struct, tag=True):
+    """Front -> leader, who passes it on: every rank answers with a MemoryReport."""
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Front -> leader, who passes it on: finish and exit together."""
+
+
+class SequenceStep(msgspec.Struct, array_like=True):
+    """One sequence's part of a step.
+
+    `slot` is its row in the per-sequence device state. Tokens [start, start + n) are computed: `token_ids`, or the one
+    token that was sampled last when that is empty. `sample` says whether the last of them is sampled from. `tables`
+    are its blocks, a list per cache group.
+    """
+
+    slot: int
+    start: int
+    token_ids: list[int]
+    prompt_len: int
+    sample: bool
+    tables: list[list[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of this step."""
+        return len(self.token_ids) or 1
+
+
+class Step(msgspec.Struct, tag=True):
+    """Leader -> followers: one forward pass."""
+
+    sequences: list[SequenceStep]
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Natural-log probabilities of one sampled token and of the likeliest ones, from the unmodified logits."""
+
+    chosen: float
+    top_ids: list[int]
+    top: list[float]
+
+
+class TokenOutput(msgspec.Struct, array_like=True):
+    """One new token of a request. `finish_reason` is 'stop' or 'length' with its last token; a stop token is included."""
+
+    id: str
+    token_id: int
+    finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class Tokens(msgspec.Struct, tag=True):
+    """Leader -> front: what a step produced."""
+
+    outputs: list[TokenOutput]
+
+
+class RequestFailed(msgspec.Struct, tag=True):
+    """Leader -> front: a request that cannot be run; the ranks are fine."""
+
+    id: str
+    message: str
+
+
+class Stage(msgspec.Struct, tag=True):
+    """Rank -> front: a stage of start-up begins."""
+
+    rank: int
+    name: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Rank -> front: loaded and warm. Bytes and seconds are measured; `kv_cache_tokens` is what the cache holds."""
+
+    rank: int
+    pid: int
+    device: str
+    weight_bytes: int
+    kv_cache_tokens: int
+    max_model_len: int
+    load_seconds: float
+
+
+class MemoryReport(msgspec.Struct, tag=True):
+    """Rank -> front: memory as measured after a forward pass, in bytes (see runtime/memory.py)."""
+
+    rank: int
+    weight_bytes: int
+    device_used_bytes: int
+    device_free_bytes: int
+    device_total_bytes: int
+    kv_cache_tokens: int
+
+
+class Failed(msgspec.Struct, tag=True):
+    """Rank -> front: this rank cannot go on. `collective` marks a failure that another rank may have caused."""
+
+    rank: int
+    stage: str
+    message: str
+    hint: str
+    exit_code: int
+    collective: bool
+
+
+FrontMessage = Request | Abort | MeasureMemory | Stop
+StepMessage = Step | MeasureMemory | Stop
+RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | Failed

@@ -1,0 +1,34 @@
+"""What every family's forward shares: embed, layer after layer, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..batch import ForwardBatch
+from ..layers.builder import LayerBuilder
+from ..layers.norm import RMSNorm
+
+LayerForward = Callable[[torch.Tensor, torch.Tensor | None, ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
+"""(x, residual, batch) -> (x, residual), both [T, H]: x is still to be added to the residual."""
+
+
+class Decoder:
+    """A stack of layers between embedding and head."""
+
+    def __init__(
+        self, build: LayerBuilder, make_layer: Callable[[LayerBuilder, int], LayerForward], norm: RMSNorm
+    ) -> None:
+        self.embed = build.embedding()
+        self.layers = [make_layer(build, i) for i in range(len(build.model.layers))]
+        self.norm = norm
+        self.head = build.head(self.embed)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """The logits [L, V] of the batch's logit rows."""
+        x, residual = self.embed(batch.token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        x, _ = self.norm.add(x[batch.logit_rows], None if residual is None else residual[batch.logit_rows])
+        return self.head(x)

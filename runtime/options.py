@@ -1,0 +1,23 @@
+"""What the ranks are told when they are started: one frozen document, the same for all."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RankOptions(msgspec.Struct, frozen=True):
+    """Options of a run. `devices` are indices of visible GPUs, one a rank (empty on the CPU)."""
+
+    shard_set: str
+    tp_size: int
+    device: str
+    devices: list[int]
+    allow_shared_device: bool = False
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    block_size: int = 16
+    max_batch_tokens: int = 2048
+    kv_cache_bytes: int | None = None
+    start_timeout: float = 600.0
+    collective_timeout: float = 60.0
+    log_level: str = "info"

@@ -1,0 +1,50 @@
+"""A rank's process: `python -m mgtp.runtime.rank`, started by the front with torchrun's environment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+
+def die_with_parent() -> None:
+    """End this process when the front ends, however it ends.
+
+    The parent-death signal covers a front that is killed; end-of-file on the lifeline covers one that was gone before
+    the signal was asked for.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    lifeline = int(os.environ["MGTP_LIFELINE"])
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Run this rank until the front says stop. A failure is reported to the front before the process ends."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    die_with_parent()
+    from .rank_link import RankLink
+
+    link = RankLink.from_environment()
+    try:
+        link.stage("import")
+        from .rank_worker import RankWorker
+
+        RankWorker(link).run()
+    except BaseException as error:
+        link.report(error)
+        sys.stderr.flush()
+        # Not sys.exit: a rank that has failed must not wait in a destructor for its peers.
+        os._exit(1)
+    link.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What a rank does from the first import of torch to the last step: load, warm up, serve steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from ..shardplan.shard_set import ShardSet
+from . import memory, mesh
+from .blocks import SCRATCH_BLOCK, BlockPool
+from .cache_layout import cache_groups
+from .capacity import CacheDemand, longest_context, plan_blocks
+from .engine import Engine
+from .messages import Abort, MeasureMemory, MemoryReport, Ready, Request, SequenceStep, Step, Stop, Tokens
+from .rank_link import RankLink
+from .runner import Place, Runner
+from .scheduler import Scheduler
+from .weights import Weights, map_file, read_to_device
+
+CUDA_MEMORY_FRACTION = 0.92
+"""Part of a GPU's free memory, after loading, that the KV cache may take; the rest is for activations."""
+
+CPU_MEMORY_FRACTION = 0.5
+"""Part of the host's available memory that the KV caches of all ranks together may take."""
+
+
+class RankWorker:
+    """One rank at work."""
+
+    def __init__(self, link: RankLink) -> None:
+        self.link, self.options, self.rank = link, link.options, link.rank
+        self.shard_set = ShardSet.open(Path(self.options.shard_set), ranks=[self.rank])
+        self.plan = self.shard_set.plan
+        self.file = self.shard_set.rank_path(self.rank)
+
+    def run(self) -> None:
+        """Start up, then serve until told to stop."""
+        self.link.stage("device")
+        device = mesh.bind_device(self.options, int(os.environ.get("LOCAL_RANK", self.rank)))
+        self.link.stage("rendezvous")
+        communicator = mesh.join(self.options, self.rank, device, self.link.folder)
+        self.place = Place(device, communicator)
+        self.link.stage("load")
+        begin = time.monotonic()
+        self.load()
+        seconds = time.monotonic() - begin
+        self.link.stage("warm-up")
+        self.allocate()
+        self.warm_up()
+        self.link.send(
+            Ready(
+                rank=self.rank,
+                pid=os.getpid(),
+                device=self.device_name(),
+                weight_bytes=self.loaded_bytes,
+                kv_cache_tokens=self.kv_cache_tokens,
+                max_model_len=self.demand.max_model_len,
+                load_seconds=seconds,
+            )
+        )
+        self.link.current_stage = "running"
+        self.lead() if self.rank == 0 else self.follow()
+        mesh.leave()
+
+    def load(self) -> None:
+        """Map the rank's file (CPU) or copy it to the device as one block, and build the model on it."""
+        device = self.place.device
+        self.before_load = memory.take_snapshot(device)
+        rank_plan = self.plan.ranks[self.rank]
+        self.block = (
+            map_file(self.file, rank_plan) if device.type == "cpu" else read_to_device(self.file, rank_plan, device)
+        )
+        self.runner = Runner(self.shard_set.model, self.plan, Weights(self.block, rank_plan), self.place)
+        self.load_growth = memory.take_snapshot(device).used - self.before_load.used
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of weights that this rank holds now: what loading took, and on the CPU what is resident of the file."""
+        mapped = memory.resident_bytes(self.file) if self.place.device.type == "cpu" else 0
+        return self.load_growth + mapped
+
+    def allocate(self) -> None:
+        """Size the KV cache to the rank with the least room, and make it."""
+        options, model, axes = self.options, self.shard_set.model, self.plan.shared_axes()
+        itemsize = self.runner.dtype.itemsize
+        budget = options.kv_cache_bytes if options.kv_cache_bytes is not None else self.cache_budget()
+        wanted = options.max_model_len or model.max_position
+        demand = CacheDemand(options.max_num_seqs, wanted, options.max_batch_tokens, options.block_size)
+        if options.max_model_len is None:
+            longest = longest_context(model, axes, self.rank, demand, budget, itemsize)
+            wanted = self.least(max(longest, min(options.block_size, model.max_position)))
+        self.demand = CacheDemand(options.max_num_seqs, wanted, options.max_batch_tokens, options.block_size)
+        blocks = plan_blocks(model, axes, self.rank, self.demand, budget, itemsize)
+        self.num_blocks = [self.least(count) for count in blocks]
+        self.kv_cache_tokens = (self.num_blocks[0] - 1) * options.block_size if self.num_blocks else wanted
+        self.runner.allocate(self.num_blocks, options.block_size, options.max_num_seqs, wanted)
+
+    def cache_budget(self) -> int:
+        """Bytes that this rank's KV cache may take by default."""
+        free = memory.take_snapshot(self.place.device).free
+        if self.place.device.type == "cpu":
+            return int(free * CPU_MEMORY_FRACTION) // self.options.tp_size
+        sharers = self.options.devices.count(self.options.devices[self.rank])
+        return int(free * CUDA_MEMORY_FRACTION) // sharers
+
+    def least(self, value: int) -> int:
+        """The smallest `value` of all ranks."""
+        values = self.place.communicator.all_gather(torch.tensor([value], dtype=torch.int64, device=self.place.device))
+        return int(values.min())
+
+    def warm_up(self) -> None:
+        """One token through every layer, so that the first request finds everything in place."""
+        tables = [[SCRATCH_BLOCK] for _ in cache_groups(self.shard_set.model)]
+        step = Step([SequenceStep(0, 0, [0], 1, True, tables)])
+        self.runner.forward(step)
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def device_name(self) -> str:
+        """'cpu', or 'cuda:0 (NVIDIA H200)'."""
+        device = self.place.device
+        return "cpu" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+
+    def lead(self) -> None:
+        """Run the engine: take requests in between steps, hand out tokens, wait when there is nothing to do."""
+        engine = self.make_engine()
+        while True:
+            message = self.link.receive(0 if engine.scheduler.has_work else None)
+            if isinstance(message, Stop):
+                self.link.send_step(message)
+                return
+            if isinstance(message, Request):
+                engine.add(message)
+            elif isinstance(message, Abort):
+                engine.abort(message.id)
+            elif isinstance(message, MeasureMemory):
+                self.link.send_step(message)
+                self.measure()
+            if message is None:
+                outputs, failures = engine.step()
+                for failure in failures:
+                    self.link.send(failure)
+                if outputs:
+                    self.link.send(Tokens(outputs))
+
+    def make_engine(self) -> Engine:
+        """The leader's engine over all of the cache's blocks."""
+        options = self.options
+        pools = [
+            BlockPool(group, count, options.block_size)
+            for group, count in zip(cache_groups(self.shard_set.model), self.num_blocks, strict=True)
+        ]
+        scheduler = Scheduler(pools, options.max_num_seqs, options.max_batch_tokens)
+        return Engine(self.runner, scheduler, self.demand.max_model_len, self.link.send_step)
+
+    def follow(self) -> None:
+        """Do what the leader says."""
+        while not isinstance(message := self.link.receive(), Stop):
+            if isinstance(message, MeasureMemory):
+                self.measure()
+            elif isinstance(message, Step):
+                self.runner.forward(message)
+                if any(s.sample for s in message.sequences):
+                    self.runner.settle(message, None)
+
+    def measure(self) -> None:
+        """Run one forward pass over resident weights and tell the front what this rank holds."""
+        if self.place.device.type == "cpu":
+            memory.touch(self.block)
+        self.warm_up()
+        now = memory.take_snapshot(self.place.device)
+        mapped = memory.resident_bytes(self.file) if self.place.device.type == "cpu" else 0
+        self.link.send(
+            MemoryReport(
+                rank=self.rank,
+                weight_bytes=self.load_growth + mapped,
+                device_used_bytes=now.used - self.before_load.used + mapped,
+                device_free_bytes=now.free,
+                device_total_bytes=now.total,
+                kv_cache_tokens=self.kv_cache_tokens,
+            )
+        )

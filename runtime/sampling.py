@@ -1,0 +1,213 @@
+"""Choosing the next token of every sequence of a batch at once, on the device that holds the logits.
+
+Shapes: S sequences of the batch, R of them drawn by chance, V vocabulary (padding included), K candidates, k reported.
+
+A draw depends on its own logits, options, seed and position alone: neither on the rest of the batch nor on what was
+drawn before, so a preempted request comes back to the same tokens. The random number picks a token by inverse CDF in
+the order of token ids. Sorted by probability instead, two nearly equal tokens that rounding swaps (another tensor
+parallel size is enough) would exchange large stretches of the unit interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..shardplan.errors import MgtpError
+from .penalties import Adjustment, TokenHistory, columns, to_device
+from .philox import uniform
+from .sampling_params import SamplingParams
+
+MAX_ELEMENTS = 1 << 23
+"""Logits that are drawn from at once; about 40 bytes of working memory each."""
+
+_MAX_CANDIDATES = 1024  # up to here selecting the largest logits is cheaper than sorting all
+_MIN_TEMPERATURE = 1e-30  # far below what tells any two logits apart, and a float32
+
+
+class Sampled(NamedTuple):
+    """The choice for every sequence."""
+
+    ids: Tensor
+    """int64 [S], always below V"""
+    failed: Tensor
+    """bool [S]: no choice was possible, the logits hold a NaN or +inf, or nothing but -inf; the id means nothing"""
+
+
+def raise_if_failed(failed: Tensor) -> None:
+    """Raise MgtpError naming the rows that `Sampled.failed` marks; waits for the device."""
+    rows = failed.nonzero().flatten().tolist()
+    if rows:
+        raise MgtpError(
+            f"the logits of row {', '.join(map(str, rows))} are not finite, so no token can be chosen",
+            "the weights may hold NaN or Inf, or overflow in this dtype: try mgtp verify, or shard with --dtype bfloat16",
+        )
+
+
+class Sampler:
+    """Chooses tokens; remembers nothing but the options of the last batch, which seldom change from step to step."""
+
+    def __init__(self) -> None:
+        self._batch: _Batch | None = None
+
+    @torch.no_grad()
+    def sample(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int] | Tensor,
+        history: Sequence[TokenHistory | None] | None = None,
+    ) -> Sampled:
+        """One token for every row of `logits` [S, V] (any float dtype, left as they are); does not wait for the device.
+
+        `positions`: the index that the chosen token will have in its sequence, the prompt's first token being 0.
+        `history`: needed for the rows whose `params.needs_history`.
+        """
+        batch = self._options(params, logits)
+        highest, ids = logits.max(dim=-1)  # the first of equals
+        failed = ~highest.isfinite()
+        if batch.adjust is not None:
+            logits = batch.adjust(logits, history)
+            ids = logits.argmax(dim=-1)
+        if batch.draws is not None:
+            positions = torch.as_tensor(positions, dtype=torch.int64)
+            ids = batch.draws.draw(logits, to_device(positions, logits.device), ids)
+        return Sampled(ids, failed)
+
+    def _options(self, params: Sequence[SamplingParams], logits: Tensor) -> _Batch:
+        """The options as tensors, those of the last step where they are the same."""
+        batch = self._batch
+        if (
+            batch is None
+            or len(batch.params) != len(params)
+            or not all(map(_is, batch.params, params))
+            or (batch.vocab_size, batch.device) != (logits.shape[-1], logits.device)
+        ):
+            batch = self._batch = _Batch.of(params, logits.shape[-1], logits.device)
+        return batch
+
+
+def top_logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Natural log-probabilities under raw `logits` [S, V]: of `ids` [S], and of the k likeliest, with their ids.
+
+    Returns (chosen float32 [S], values float32 [S, k], ids int64 [S, k]), likeliest first; k is cut to V.
+    """
+    logits = logits.float()
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(-1, ids[:, None]) - total
+    values, top_ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
+    return chosen[:, 0], values - total, top_ids
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a list of options comes to on the device, for as long as the batch consists of the same requests."""
+
+    params: tuple[SamplingParams, ...]
+    vocab_size: int
+    device: torch.device
+    adjust: Adjustment | None
+    draws: _Draws | None
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> _Batch:
+        adjusts = any(each.needs_history or each.logit_bias for each in params)
+        return cls(
+            params=tuple(params),
+            vocab_size=vocab_size,
+            device=device,
+            adjust=Adjustment(params, vocab_size, device) if adjusts else None,
+            draws=None if all(each.greedy for each in params) else _Draws(params, vocab_size, device),
+        )
+
+
+class _Draws:
+    """Temperature, filters and the draw, for the R rows that are not greedy."""
+
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        rows = [row for row, each in enumerate(params) if not each.greedy]
+        drawn = [params[row] for row in rows]
+        self._index = to_device(torch.tensor(rows, dtype=torch.int64), device) if len(rows) < len(params) else None
+        self._seeds = to_device(torch.tensor([_signed_seed(each) for each in drawn], dtype=torch.int64), device)
+        column = columns(drawn, device)
+        self._temperature = column(lambda each: max(each.temperature, _MIN_TEMPERATURE), torch.float32)
+        self._min_p = column(lambda each: each.min_p, torch.float32) if any(each.min_p for each in drawn) else None
+        self._top_k = column(lambda each: min(each.top_k or vocab_size, vocab_size), torch.int64)
+        # At 1 rounding could cut the tail off, hence infinity.
+        self._top_p = column(lambda each: each.top_p if each.top_p < 1 else float("inf"), torch.float64)
+        self._filters = column(lambda each: each.top_k > 0 or each.top_p < 1, torch.bool)
+        self._num_candidates = max(
+            min(each.top_k or vocab_size, vocab_size) if each.top_k or each.top_p < 1 else 0 for each in drawn
+        )
+
+    def draw(self, logits: Tensor, positions: Tensor, greedy_ids: Tensor) -> Tensor:
+        """The ids [S]: `greedy_ids` where nothing is left to chance, drawn ones in the other rows."""
+        if self._index is not None:
+            logits, positions = logits[self._index], positions[self._index]
+        randoms = uniform(self._seeds, positions)
+        step = max(1, MAX_ELEMENTS // logits.shape[-1])
+        blocks = [slice(start, start + step) for start in range(0, len(logits), step)]
+        ids = torch.cat([pick(self._weights(logits[rows], rows), randoms[rows]) for rows in blocks])
+        return ids if self._index is None else greedy_ids.index_copy(0, self._index, ids)
+
+    def _weights(self, logits: Tensor, rows: slice) -> Tensor:
+        """float32 [R, V]: proportional to the probabilities, 1 for the likeliest token, 0 for those filtered out."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)).float() / self._temperature[rows]
+        weights = scaled.exp()
+        if self._num_candidates:
+            keep = likeliest(scaled, self._top_k[rows], self._top_p[rows], self._num_candidates)
+            weights = weights * (keep | ~self._filters[rows])
+        if self._min_p is not None:
+            weights = weights * (weights >= self._min_p[rows])
+        return weights
+
+
+def likeliest(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
+    """bool [R, V]: the tokens that top-k, then top-p keep, at least one; of equal ones those with lower ids.
+
+    `scaled` float [R, V]: logits less the largest, at their temperature. `top_k` int64 [R, 1] and `top_p` float64
+    [R, 1], on the probabilities that top-k leaves. `num_candidates`: the most tokens that any row can keep.
+    """
+    if num_candidates <= min(_MAX_CANDIDATES, scaled.shape[-1]):
+        ordered = scaled.topk(num_candidates, dim=-1).values
+    else:
+        ordered = scaled.sort(dim=-1, descending=True).values
+    in_top_k = torch.arange(ordered.shape[-1], device=scaled.device) < top_k
+    weights = ordered.exp().double() * in_top_k
+    before = weights.cumsum(dim=-1) - weights
+    kept = in_top_k & (before < top_p * weights.sum(dim=-1, keepdim=True))
+    num_kept = kept.sum(dim=-1, keepdim=True).clamp(min=1)
+    # Values, not positions, say which tokens these are: sorting puts equal ones in no particular order.
+    lowest = ordered.gather(-1, num_kept - 1)
+    num_equal = num_kept - (ordered > lowest).sum(dim=-1, keepdim=True)
+    equal = scaled == lowest
+    return (scaled > lowest) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_equal))
+
+
+def pick(weights: Tensor, randoms: Tensor) -> Tensor:
+    """The ids int64 [R] that `randoms` [R] in [0, 1) pick from `weights` [R, V], in the order of token ids.
+
+    A token of weight 0 is never picked: a parallel sum may grow by a rounding error where nothing was added, so
+    only tokens with a weight count as places where the sum passes its target.
+    """
+    positive = weights > 0
+    sums = weights.cumsum(dim=-1, dtype=torch.float64) * positive
+    targets = randoms[:, None] * sums.amax(dim=-1, keepdim=True)
+    return ((sums > targets) & positive).to(torch.uint8).argmax(dim=-1)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _signed_seed(params: SamplingParams) -> int:
+    """The seed's 64 bits as an int64."""
+    if params.seed is None:
+        raise ValueError("a request that is drawn by chance needs a seed: use SamplingParams.with_seed")
+    seed = params.seed & ((1 << 64) - 1)
+    return seed - (1 << 64) if seed >> 63 else seed

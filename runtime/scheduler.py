@@ -1,0 +1,137 @@
+"""Which tokens of which requests each step computes: continuous batching with chunked prefill. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .blocks import BlockPool
+from .messages import Request, SequenceStep
+
+
+@dataclass
+class Sequence:
+    """A request on its way. Tokens [0, num_computed) are in the cache."""
+
+    request: Request
+    num_groups: int
+    slot: int = -1
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    is_sampled: bool = False  # the last token is known to the ranks: it was sampled from this slot's last step
+
+    def __post_init__(self) -> None:
+        self.tables = [[] for _ in range(self.num_groups)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        prompt = self.request.prompt_ids
+        if start >= len(prompt):
+            return self.output_ids[start - len(prompt) : stop - len(prompt)]
+        return (prompt[start:stop] + self.output_ids)[: stop - start]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One sequence's part of a step, and the sequence it belongs to."""
+
+    sequence: Sequence
+    step: SequenceStep
+
+
+class Scheduler:
+    """First come, first served. Running sequences go first, then waiting ones as long as slots, blocks and tokens last.
+
+    When blocks run out, the youngest running sequence gives its blocks back and is computed again later.
+    """
+
+    def __init__(self, pools: list[BlockPool], max_num_seqs: int, max_batch_tokens: int) -> None:
+        self.pools, self.max_batch_tokens = pools, max_batch_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(Sequence(request, len(self.pools)))
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free its blocks; unknown ids are ignored."""
+        for sequence in [s for s in self.running if s.request.id == request_id]:
+            self.finish(sequence)
+        self.waiting = deque(s for s in self.waiting if s.request.id != request_id)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out of the running ones."""
+        self.running.remove(sequence)
+        self._release(sequence)
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step's work. Empty only when there is none."""
+        budget, scheduled = self.max_batch_tokens, []
+        for sequence in list(self.running):
+            if sequence.slot < 0:
+                continue  # preempted by an older one in this very loop
+            count = min(sequence.num_tokens - sequence.num_computed, budget)
+            if count > 0 and self._make_room(sequence, sequence.num_computed + count):
+                scheduled.append(self._take(sequence, count))
+                budget -= count
+        while self.waiting and self._free_slots and budget > 0:
+            sequence = self.waiting[0]
+            count = min(sequence.num_tokens, budget)
+            if not self._fits(sequence, count):
+                break
+            self.waiting.popleft()
+            sequence.slot = self._free_slots.pop()
+            self.running.append(sequence)
+            scheduled.append(self._take(sequence, count))
+            budget -= count
+        return scheduled
+
+    def _take(self, sequence: Sequence, count: int) -> Scheduled:
+        """Give `sequence` blocks for `count` more tokens and describe the step."""
+        start, stop = sequence.num_computed, sequence.num_computed + count
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.drop_unseen(table, start)
+            pool.extend(table, stop)
+        sequence.num_computed = stop
+        is_last = stop == sequence.num_tokens
+        ids = [] if sequence.is_sampled else sequence.token_ids(start, stop)
+        sequence.is_sampled = is_last
+        tables = [list(table) for table in sequence.tables]
+        step = SequenceStep(sequence.slot, start, ids, len(sequence.request.prompt_ids), is_last, tables)
+        return Scheduled(sequence, step)
+
+    def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
+        return all(p.missing(t, num_tokens) <= p.num_free for p, t in zip(self.pools, sequence.tables, strict=True))
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Preempt younger sequences, then the sequence itself, until its blocks fit; false when it had to go."""
+        while not self._fits(sequence, num_tokens):
+            victim = self.running[-1]
+            self.running.remove(victim)
+            self._release(victim)
+            self.waiting.appendleft(victim)
+            self.num_preemptions += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def _release(self, sequence: Sequence) -> None:
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.release(table)
+        sequence.num_computed, sequence.is_sampled = 0, False
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1

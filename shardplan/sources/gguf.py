@@ -1,0 +1,158 @@
+"""A GGUF file as a checkpoint: everything a Hugging Face folder would hold, rebuilt from the one file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .base import TensorInfo
+from .gguf_config import architecture, build_config, read_shape, unused_keys
+from .gguf_header import GgufTensor, read_header
+from .gguf_metadata import Metadata
+from .gguf_tensors import ROPE_FACTORS, Weight, map_tensors, read_rows
+from .gguf_tokenizer import tokenizer_config, tokenizer_json
+from .gguf_vocab import Vocab, read_vocab
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_TEMPLATE_PREFIX = "tokenizer.chat_template."
+
+
+class GgufSource:
+    """An opened GGUF file (see Source). Quantised tensors come out as float32; only the rows asked for are read."""
+
+    def __init__(
+        self,
+        label: str,
+        path: Path,
+        fd: int,
+        weights: Mapping[str, Weight],
+        config: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        notes: Sequence[str],
+    ) -> None:
+        self.label = label
+        self.config = config
+        self.files = files
+        self.tensors: Mapping[str, TensorInfo] = {name: weight.info for name, weight in weights.items()}
+        self.notes = notes
+        self.fingerprint: str | None = None
+        self._path = path
+        self._fd = fd
+        self._weights = weights
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor seen as [shape[0], product of the rest]; raises CheckpointError."""
+        return read_rows(self._fd, self._weights[name], start, stop)
+
+    def identity(self) -> str:
+        """Path, inode, size and mtime of the opened file, as they are now."""
+        stat = os.fstat(self._fd)
+        return f"{self._path}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+
+    def close(self) -> None:
+        """Close the file; what was read stays valid."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def open_gguf(path: Path, label: str) -> GgufSource:
+    """Open a GGUF file and check its header, its tensors' names, types and places, and its tokenizer.
+
+    Raises CheckpointError, naming `label` and the reason, for a file that is not a complete GGUF model of a supported
+    architecture.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{label}: cannot be opened: {error.strerror}", "check the path") from None
+    try:
+        return _open(fd, path, label)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _open(fd: int, path: Path, label: str) -> GgufSource:
+    try:
+        size = os.fstat(fd).st_size
+        with open(fd, "rb", buffering=1 << 20, closefd=False) as file:
+            metadata, stored = read_header(file, size, label)
+    except OSError as error:
+        raise CheckpointError(f"{label}: cannot be read: {error.strerror}", "check the disk and the file") from None
+    _refuse_splits(metadata)
+    name, arch = architecture(metadata)
+    shape = read_shape(metadata, name, len(stored))
+    weights = map_tensors(arch, stored, shape.head_dim, shape.num_layers, metadata)
+    factors = _rope_factors(fd, stored) if arch.interleaved_heads else None
+    config = build_config(metadata, name, shape, weights, factors)
+    vocab, notes = read_vocab(metadata)
+    if len(vocab.tokens) > config["vocab_size"]:
+        raise metadata.error(f"{len(vocab.tokens)} tokens, but only {config['vocab_size']} rows in 'token_embd.weight'")
+    config |= {f"{role}_token_id": vocab.special[role] for role in ("bos", "eos", "pad") if role in vocab.special}
+    files = _small_files(metadata, config, vocab, notes)
+    notes += [f"metadata {key} is not used" for key in unused_keys(metadata, name)]
+    return GgufSource(label, path.absolute(), fd, weights, config, files, notes)
+
+
+def _refuse_splits(metadata: Metadata) -> None:
+    count = metadata.integer("split.count", 1)
+    if count > 1:
+        raise metadata.error(
+            f"this is one of {count} parts of a split model",
+            "join them with `llama-gguf-split --merge` and give the result",
+        )
+
+
+def _rope_factors(fd: int, stored: Mapping[str, GgufTensor]) -> np.ndarray | None:
+    """The values of rope_freqs.weight."""
+    tensor = stored.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    info = TensorInfo(tensor.name, "F32", tensor.shape)
+    return read_rows(fd, Weight(info, tensor), 0, tensor.shape[0])
+
+
+def _small_files(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab, notes: list[str]) -> dict[str, bytes]:
+    """The files of a Hugging Face folder apart from the weights."""
+    files = {
+        "config.json": _json(config),
+        "generation_config.json": _json(_generation_config(metadata, config, vocab)),
+        "tokenizer.json": tokenizer_json(vocab, metadata).encode(),
+        "tokenizer_config.json": _json(tokenizer_config(vocab, config["max_position_embeddings"])),
+    }
+    if "tokenizer.chat_template" in metadata:
+        files["chat_template.jinja"] = metadata.text("tokenizer.chat_template").encode()
+    notes += [
+        f"{key} is left out: only the default chat template is used" for key in metadata.unasked(_TEMPLATE_PREFIX)
+    ]
+    return files
+
+
+def _generation_config(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab) -> dict[str, Any]:
+    """Ids that begin and end a reply, and how the model wants to be sampled where it says so."""
+    generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config}
+    ends = vocab.end_ids()
+    if ends:
+        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    for key, name in _SAMPLING.items():
+        if f"general.sampling.{key}" in metadata:
+            value = metadata.number(f"general.sampling.{key}")
+            generation[name] = int(value) if name == "top_k" else value
+    return generation
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

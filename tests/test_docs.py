@@ -1,0 +1,129 @@
+"""The documents are true: docs/cli.md is what the commands say, and links, commands, options and targets exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from docs_cli import MARKER, PAGE, TEMPLATE, load_app, render
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+GUIDES = [path for path in DOCUMENTS if "decisions" not in path.parts and path.name != "CHANGELOG.md"]
+
+
+def document_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, set[str]]:
+    """Command -> spellings of its options; "" holds the global ones."""
+    group: Any = typer.main.get_command(load_app())
+    commands = {"": group, **group.commands}
+    return {name: {opt for p in c.params for opt in p.opts} | {"--help"} for name, c in commands.items()}
+
+
+# --- docs/cli.md ------------------------------------------------------------------------------------------------------
+
+
+def test_cli_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(load_app(), TEMPLATE.read_text(encoding="utf-8")), (
+        "run: make docs"
+    )
+
+
+def test_every_option_has_help() -> None:
+    group: Any = typer.main.get_command(load_app())
+    silent = [f"{name} {p.opts}" for name, c in group.commands.items() for p in c.params if not getattr(p, "help", "")]
+    assert not silent
+
+
+def test_render_shows_arguments_options_defaults_and_ranges() -> None:
+    program = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+    @program.callback()
+    def _globals(debug: Annotated[bool, typer.Option("--debug", help="Say more.")] = False) -> None: ...
+
+    @program.command("cut-up", epilog="Exits with 1 | 2.")
+    def _cut_up(
+        model: Annotated[str, typer.Argument(help="A | B.")],
+        size: Annotated[int, typer.Option(min=1, help="How many.")] = 2,
+    ) -> None:
+        """Cut it up.\n\nSlowly."""
+
+    @program.command(hidden=True)
+    def _secret() -> None: ...
+
+    page = render(program, f"# Top\n\n{MARKER}\n\nend\n", name="prog")
+    assert "| `--debug` | Say more. |" in page
+    assert "## `prog cut-up`\n\n    prog cut-up [OPTIONS]" in page
+    assert "Cut it up.\n\nSlowly.\n" in page
+    assert "A \\| B." in page
+    assert re.search(r"\| `--size <int.*>` \| How many\. \[default: 2; x>=1\] \|", page)
+    assert page.endswith("Exits with 1 | 2.\n\nend\n")
+    assert "secret" not in page
+
+
+# --- all documents ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=document_id)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", path.read_text(encoding="utf-8"))
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert not missing
+
+
+def code_in(text: str) -> Iterator[str]:
+    """Everything that a document sets as code: fenced and indented lines, and inline spans."""
+    outside = []
+    is_fenced = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+        elif is_fenced or line.startswith("    "):
+            yield line.strip()
+        else:
+            outside.append(line)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", "\n".join(outside)))
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=document_id)
+def test_commands_and_options_exist(path: Path, options: dict[str, set[str]]) -> None:
+    wrong = []
+    for code in code_in(path.read_text(encoding="utf-8")):
+        call = re.match(r"(?:\$ )?(?:\S*/)?mgtp ([a-z][a-z-]*)\b(.*)", code)
+        if not call:
+            continue
+        known = options.get(call[1])
+        used = re.findall(r"(?<!\S)-{1,2}[a-z][a-z-]*", call[2])
+        if known is None or not set(used) <= known:
+            wrong.append(code)
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=document_id)
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = {m[1] for code in code_in(path.read_text(encoding="utf-8")) if (m := re.match(r"make ([a-z]+)", code))}
+    assert used <= targets
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = set(re.findall(r"\]\((\d{4}-[^)]+)\)", (folder / "README.md").read_text(encoding="utf-8")))
+    assert listed == {path.name for path in folder.glob("[0-9]*.md")}
+
+
+def test_the_program_loads_every_command() -> None:
+    """Guards against a command module that `main` forgets to import: it would be documented and not be there."""
+    done = subprocess.run([sys.executable, "-m", "mgtp.cli", "--help"], capture_output=True, text=True, timeout=60)
+    group: Any = typer.main.get_command(load_app())
+    assert [name for name in group.commands if not re.search(rf"^\W*{name}\b", done.stdout, re.MULTILINE)] == []
