@@ -52,7 +52,7 @@ class GroupCommunicator:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self.backend = dist.get_backend(group)
+        self.backend: str = str(dist.get_backend(group))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .messages import Request, RequestFailed, Step, TokenLogprobs, TokenOutput
+from .penalties import TokenHistory, record
 from .runner import Runner
-from .sampling import Sampler, TokenHistory, record, top_logprobs
+from .sampling import Sampler, top_logprobs
 from .scheduler import Scheduled, Scheduler
 from .scheduler import Sequence as RunningSequence
 

@@ -26,6 +26,7 @@ MAX_ELEMENTS = 1 << 23
 """Logits that are drawn from at once; about 40 bytes of working memory each."""
 
 _MAX_CANDIDATES = 1024  # up to here selecting the largest logits is cheaper than sorting all
+_BLOCK = 256  # near the square root of a vocabulary, and a divisor of most
 _MIN_TEMPERATURE = 1e-30  # far below what tells any two logits apart, and a float32
 
 
@@ -64,7 +65,8 @@ class Sampler:
     ) -> Sampled:
         """One token for every row of `logits` [S, V] (any float dtype, left as they are); does not wait for the device.
 
-        `positions`: the index that the chosen token will have in its sequence, the prompt's first token being 0.
+        `positions`: the index that the chosen token will have in its sequence, the prompt's first token being 0. As a
+        tensor on the device they leave the host nothing to do, so that the call can be part of a CUDA graph.
         `history`: needed for the rows whose `params.needs_history`.
         """
         batch = self._options(params, logits)
@@ -74,8 +76,7 @@ class Sampler:
             logits = batch.adjust(logits, history)
             ids = logits.argmax(dim=-1)
         if batch.draws is not None:
-            positions = torch.as_tensor(positions, dtype=torch.int64)
-            ids = batch.draws.draw(logits, to_device(positions, logits.device), ids)
+            ids = batch.draws.draw(logits, torch.as_tensor(positions, dtype=torch.int64), ids)
         return Sampled(ids, failed)
 
     def _options(self, params: Sequence[SamplingParams], logits: Tensor) -> _Batch:
@@ -131,8 +132,11 @@ class _Draws:
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         rows = [row for row, each in enumerate(params) if not each.greedy]
         drawn = [params[row] for row in rows]
-        self._index = to_device(torch.tensor(rows, dtype=torch.int64), device) if len(rows) < len(params) else None
-        self._seeds = to_device(torch.tensor([_signed_seed(each) for each in drawn], dtype=torch.int64), device)
+        # Where all rows are drawn nothing need be picked out. Host and device copies: see `draw`.
+        self._host_index = torch.tensor(rows, dtype=torch.int64) if len(rows) < len(params) else None
+        self._index = None if self._host_index is None else to_device(self._host_index, device)
+        self._host_seeds = torch.tensor([_signed_seed(each) for each in drawn], dtype=torch.int64)
+        self._seeds = to_device(self._host_seeds, device)
         column = columns(drawn, device)
         self._temperature = column(lambda each: max(each.temperature, _MIN_TEMPERATURE), torch.float32)
         self._min_p = column(lambda each: each.min_p, torch.float32) if any(each.min_p for each in drawn) else None
@@ -145,10 +149,14 @@ class _Draws:
         )
 
     def draw(self, logits: Tensor, positions: Tensor, greedy_ids: Tensor) -> Tensor:
-        """The ids [S]: `greedy_ids` where nothing is left to chance, drawn ones in the other rows."""
-        if self._index is not None:
-            logits, positions = logits[self._index], positions[self._index]
-        randoms = uniform(self._seeds, positions)
+        """The ids [S]: `greedy_ids` where nothing is left to chance, drawn ones in the other rows.
+
+        The random numbers are made where the positions are: on the host that costs less than the kernel launches.
+        """
+        on_host = positions.device.type == "cpu"
+        index, seeds = (self._host_index, self._host_seeds) if on_host else (self._index, self._seeds)
+        randoms = to_device(uniform(seeds, positions if index is None else positions[index]), logits.device)
+        logits = logits if self._index is None else logits[self._index]
         step = max(1, MAX_ELEMENTS // logits.shape[-1])
         blocks = [slice(start, start + step) for start in range(0, len(logits), step)]
         ids = torch.cat([pick(self._weights(logits[rows], rows), randoms[rows]) for rows in blocks])
@@ -177,28 +185,50 @@ def likeliest(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int)
         ordered = scaled.topk(num_candidates, dim=-1).values
     else:
         ordered = scaled.sort(dim=-1, descending=True).values
-    in_top_k = torch.arange(ordered.shape[-1], device=scaled.device) < top_k
-    weights = ordered.exp().double() * in_top_k
-    before = weights.cumsum(dim=-1) - weights
-    kept = in_top_k & (before < top_p * weights.sum(dim=-1, keepdim=True))
-    num_kept = kept.sum(dim=-1, keepdim=True).clamp(min=1)
+    places = torch.arange(scaled.shape[-1], device=scaled.device)
+    weights = ordered.exp() * (places[: ordered.shape[-1]] < top_k)
+    enough = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    num_kept = 1 + first_beyond(weights, enough.nextafter(enough.new_zeros(())))  # the first sum of at least `enough`
     # Values, not positions, say which tokens these are: sorting puts equal ones in no particular order.
     lowest = ordered.gather(-1, num_kept - 1)
-    num_equal = num_kept - (ordered > lowest).sum(dim=-1, keepdim=True)
     equal = scaled == lowest
-    return (scaled > lowest) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_equal))
+    num_equal = num_kept - (ordered > lowest).sum(dim=-1, keepdim=True)
+    return (scaled > lowest) | (equal & (places <= first_beyond(equal, num_equal - 0.5)))
 
 
 def pick(weights: Tensor, randoms: Tensor) -> Tensor:
-    """The ids int64 [R] that `randoms` [R] in [0, 1) pick from `weights` [R, V], in the order of token ids.
+    """The ids int64 [R] that `randoms` [R] in [0, 1) pick from `weights` [R, V], in the order of token ids."""
+    totals = weights.sum(dim=-1, dtype=torch.float64)
+    return first_beyond(weights, (randoms * totals)[:, None])[:, 0]
 
-    A token of weight 0 is never picked: a parallel sum may grow by a rounding error where nothing was added, so
-    only tokens with a weight count as places where the sum passes its target.
+
+def first_beyond(weights: Tensor, targets: Tensor) -> Tensor:
+    """int64 [R, 1]: where the running sum of `weights` [R, N], which are not negative, first exceeds `targets` [R, 1].
+
+    The last place with a weight where it never does; never a place without one. Sums are float64. They are taken over
+    blocks first, then within one block, because a running sum over all N is many times slower on a GPU.
     """
-    positive = weights > 0
-    sums = weights.cumsum(dim=-1, dtype=torch.float64) * positive
-    targets = randoms[:, None] * sums.amax(dim=-1, keepdim=True)
-    return ((sums > targets) & positive).to(torch.uint8).argmax(dim=-1)
+    num_blocks = -(-weights.shape[-1] // _BLOCK)
+    if weights.shape[-1] % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, num_blocks * _BLOCK - weights.shape[-1]))
+    blocks = weights.view(-1, num_blocks, _BLOCK)
+    block_sums = blocks.sum(dim=-1, dtype=torch.float64)
+    block, before = _first_beyond(block_sums, targets)
+    inside = blocks.take_along_dim(block[:, :, None], dim=1)[:, 0]
+    return block * _BLOCK + _first_beyond(inside.double(), targets - before)[0]
+
+
+def _first_beyond(weights: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(place, sum before it), both [R, 1], for float64 weights [R, N].
+
+    Sums may differ by rounding from those that the targets were made of: they may all stay below a target, or grow
+    where nothing was added.
+    """
+    present = weights > 0
+    sums = weights.cumsum(dim=-1) * present
+    beyond = (sums > targets) | (sums == sums.amax(dim=-1, keepdim=True))
+    place = (beyond & present).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    return place, (sums - weights).gather(-1, place)
 
 
 def _is(one: object, other: object) -> bool:

@@ -82,10 +82,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token_id in (*self.stop_token_ids, *self.logit_bias):
             name = "logit_bias" if token_id in self.logit_bias else "stop_token_ids"
             if not _is_int(token_id) or not 0 <= token_id <= top:
-                raise _out_of_range(f"{name} names the token", token_id, f"a token id from 0 to {top}")
+                raise _out_of_range(name, token_id, f"a token id from 0 to {top}", subject=f"an id in {name}")
         for token_id, bias in self.logit_bias.items():
             if not _is_number(bias) or not -100 <= bias <= 100:
-                raise _out_of_range(f"logit_bias of token {token_id}", bias, "a number from -100 to 100")
+                subject = f"logit_bias of token {token_id}"
+                raise _out_of_range("logit_bias", bias, "a number from -100 to 100", subject)
 
 
 _LARGEST = 3.0e38  # fits float32, in which the options are used
@@ -115,6 +116,7 @@ def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _out_of_range(name: str, value: Any, range_text: str) -> UsageError:
-    default = SamplingParams.__struct_defaults__[SamplingParams.__struct_fields__.index(name.split()[0])]
-    return UsageError(f"{name} is {value!r}, it must be {range_text}", f"leave it out for its default, {default}")
+def _out_of_range(option: str, value: Any, range_text: str, subject: str = "") -> UsageError:
+    default = getattr(SamplingParams(), option)
+    message = f"{subject or option} is {value!r}, it must be {range_text}"
+    return UsageError(message, f"leave it out for its default, {default}")

@@ -5,13 +5,13 @@ H hidden size, D head dimension, Hq/Hkv query and key/value heads, V vocabulary 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import CheckpointError
 from .rope import Rope
+from .values import is_finite_number, shown
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 
@@ -109,7 +109,7 @@ class ConfigReader:
     def number(self, key: str, default: float) -> float:
         """A finite number."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_finite_number(value):
             raise self._bad(key, value, "a finite number")
         return float(value)
 
@@ -139,16 +139,11 @@ class ConfigReader:
         value = self.get(key, unless)
         if value != unless:
             raise CheckpointError(
-                f"{key}={_short(value)} is not supported", "this variant of the model cannot be run yet"
+                f"{key}={shown(value)} is not supported", "this variant of the model cannot be run yet"
             )
 
     def _bad(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return CheckpointError(f"config.json: {key} is {_short(value)}, must be {wanted}", "fix config.json")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        return CheckpointError(f"config.json: {key} is {shown(value)}, must be {wanted}", "fix config.json")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,7 +152,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if text is None:
         return config
     if not isinstance(text, Mapping):
-        raise CheckpointError(f"config.json: text_config is {_short(text)}, must be an object", "fix config.json")
+        raise CheckpointError(f"config.json: text_config is {shown(text)}, must be an object", "fix config.json")
     if "tie_word_embeddings" not in text and "tie_word_embeddings" in config:
         return {**text, "tie_word_embeddings": config["tie_word_embeddings"]}
     return text

@@ -3,9 +3,6 @@
 The exit code of a command is the `exit_code` of the error that ended it.
 """
 
-import reprlib
-from typing import Any
-
 
 class MgtpError(Exception):
     """Something failed while running (exit code 1)."""
@@ -40,14 +37,3 @@ class RankError(MgtpError):
     """A rank failed (exit code 5)."""
 
     exit_code = 5
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
-_SHORT.maxlevel = 3
-
-
-def shown(value: Any) -> str:
-    """A value from a file or option, fit for one line: escaped, and shortened however long or nested it is."""
-    text = _SHORT.repr(value)
-    return text if len(text) <= 160 else text[:140] + "..." + text[-17:]

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 
 from .config import ModelConfig
 from .dtypes import COMMON_NAME, ITEMSIZE, safetensors_name
-from .errors import CheckpointError
+from .errors import CheckpointError, UsageError
 from .families import model_tensors, parse_config
 from .layout import lay_out
 from .names import canonical_names
 from .partition import TensorSpec, model_axes, part_bytes
 from .plan import FORMAT_VERSION, HASH_ALGORITHM, AxisPlan, ShardPlan, Tool
 from .sources.base import Source, TensorInfo
+from .values import shown
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+_LISTED = 1000  # names in one message
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,19 @@ def match(source: Source) -> Blueprint:
     ignored = len(source.tensors) - len(names)
     if ignored:
         notes.append(f"skipped {ignored} tensors that play no part in text generation")
-    if model.tie_word_embeddings and HEAD in names:
-        if not source.has_weights:
-            del names[HEAD]
-            notes.append(
-                "the checkpoint stores a head beside tied embeddings: taken for a copy until the weights are read"
-            )
-        elif _same_tensor(source, names[HEAD], names.get(EMBEDDING, "")):
-            del names[HEAD]
-        else:
-            model = replace(model, tie_word_embeddings=False)
-            notes.append("tie_word_embeddings is set, but the checkpoint has a different lm_head.weight: it is used")
-    specs = tuple(model_tensors(model))
+    # A head beside tied embeddings is looked at last: its values only matter when every shape is right.
+    stored = replace(model, tie_word_embeddings=model.tie_word_embeddings and HEAD not in names)
+    specs = tuple(model_tensors(stored))
     _check_names(specs, names, source)
     sources = {spec.name: source.tensors[names[spec.name]] for spec in specs}
     _check_tensors(specs, sources, source)
+    if model.tie_word_embeddings and HEAD in names:
+        is_copy, note = _compare_head(source, names[HEAD], names[EMBEDDING])
+        notes += note
+        if is_copy:
+            specs = tuple(spec for spec in specs if spec.name != HEAD)
+        else:
+            model = stored
     ties = {HEAD: EMBEDDING} if model.tie_word_embeddings else {}
     return Blueprint(model, specs, sources, ties, tuple(notes))
 
@@ -65,10 +66,13 @@ def make_plan(source: Source, tp_size: int, dtype: str = "auto", shares: Sequenc
 
     `shares` are the ranks' weights (default: equal). Raises CheckpointError or UsageError.
     """
-    blueprint = match(source)
     weights = list(shares) or [1] * tp_size
+    if tp_size < 1 or len(weights) != tp_size or min(weights) < 1:
+        raise UsageError(f"--tp-size {tp_size} needs as many positive shares, got {shown(weights)}", "use 1, 2, 4, ...")
+    blueprint = match(source)
     axes = model_axes(blueprint.model, weights)
     stored = safetensors_name(dtype if dtype != "auto" else auto_dtype(blueprint))
+    _check_conversion(blueprint, stored, source)
     ranks = [lay_out(blueprint.specs, blueprint.sources, axes, r, tp_size, stored) for r in range(tp_size)]
     return ShardPlan(
         format_version=FORMAT_VERSION,
@@ -96,20 +100,41 @@ def auto_dtype(blueprint: Blueprint) -> str:
     return COMMON_NAME[size.most_common(1)[0][0]]
 
 
+def _compare_head(source: Source, head: str, embedding: str) -> tuple[bool, list[str]]:
+    """Whether a head stored beside tied embeddings is only a copy of them, and a note where there is a doubt."""
+    if not source.has_weights:
+        note = "the checkpoint stores a head beside tied embeddings: taken for a copy until the weights are read"
+        return True, [note]
+    if _same_tensor(source, head, embedding):
+        return True, []
+    return False, ["tie_word_embeddings is set, but the checkpoint has a different lm_head.weight: it is used"]
+
+
 def _same_tensor(source: Source, head: str, embedding: str) -> bool:
-    """Whether a stored head equals the embedding bit for bit (shapes first, then the values, in bounded windows)."""
+    """Whether two matrices of one shape are equal bit for bit, read in bounded windows."""
     import numpy as np
 
-    a, b = source.tensors[head], source.tensors.get(embedding)
-    if b is None or a.shape != b.shape or a.dtype != b.dtype:
+    a, b = source.tensors[head], source.tensors[embedding]
+    if a.dtype != b.dtype:
         return False
-    step = max(1, (8 << 20) // max(1, part_bytes(a.shape[1:], ITEMSIZE[a.dtype])))
+    step = max(1, (8 << 20) // part_bytes(a.shape[1:], ITEMSIZE[a.dtype]))
     for start in range(0, a.shape[0], step):
         stop = min(start + step, a.shape[0])
         left, right = source.rows(head, start, stop), source.rows(embedding, start, stop)
         if not np.array_equal(left.view("u1"), right.view("u1")):
             return False
     return True
+
+
+def _check_conversion(blueprint: Blueprint, dtype: str, source: Source) -> None:
+    """A shard set holds values that were rounded to its dtype: cutting it again cannot give those of another one."""
+    for info in blueprint.sources.values():
+        if info.origin and dtype != info.dtype:
+            held, asked = COMMON_NAME[info.dtype], COMMON_NAME[dtype]
+            raise UsageError(
+                f"--dtype {asked}: {source.label} was converted from {info.origin} to {held}",
+                f"use --dtype {held}, or shard the original checkpoint",
+            )
 
 
 def _check_names(specs: Sequence[TensorSpec], names: Mapping[str, str], source: Source) -> None:
@@ -148,5 +173,6 @@ def _check_tensors(specs: Sequence[TensorSpec], sources: Mapping[str, TensorInfo
 
 
 def _listed(names: Sequence[str]) -> str:
-    """All names, on one line."""
-    return ", ".join(names)
+    """All names, on one line; of more than any real checkpoint can lack, the first ones."""
+    more = [f"... and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+    return ", ".join([*names[:_LISTED], *more])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import CheckpointError
+from .values import is_finite_number, shown
 
 KINDS = ("default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope", "proportional")
 
@@ -73,7 +74,7 @@ def parse_rope(
     if kind == "dynamic" and params.get("alpha"):
         kind = "ntk_alpha"
     if kind not in KINDS:
-        raise CheckpointError(f"rope type {kind!r} is not supported", f"supported: {', '.join(KINDS)}")
+        raise CheckpointError(f"rope type {shown(kind)} is not supported", f"supported: {', '.join(KINDS)}")
     for key in _REQUIRED.get(kind, ()):
         if params.get(key) is None and not (kind == "yarn" and key == "factor"):
             raise CheckpointError(
@@ -85,6 +86,8 @@ def parse_rope(
         "partial_rotary_factor",
         partial_rotary_factor,
     )
+    if partial > 1:
+        raise CheckpointError(f"rope setting 'partial_rotary_factor' is {partial}, more than 1", "fix config.json")
     rotary_dim = head_dim if kind == "proportional" else int(head_dim * partial)
     if rotary_dim % 2 or rotary_dim <= 0:
         raise CheckpointError(
@@ -98,7 +101,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str | None = None) ->
     """The rope dictionary in force, legacy or new, for one layer type where they are nested."""
     params = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(params, Mapping):
-        raise CheckpointError(f"rope settings in config.json must be an object, not {params!r}", "fix config.json")
+        raise CheckpointError(f"rope settings in config.json must be an object, not {shown(params)}", "fix config.json")
     if layer_type is not None and isinstance(params.get(layer_type), Mapping):
         return params[layer_type]
     return params
@@ -109,11 +112,11 @@ def _with_kind(rope: Rope, params: Mapping, config: Mapping, partial: float, hea
     from dataclasses import replace
 
     kind = rope.kind
-    max_position = int(_number(config.get("max_position_embeddings"), "max_position_embeddings", 2048))
+    max_position = _position(config.get("max_position_embeddings"), "max_position_embeddings", 2048)
     original = params.get("original_max_position_embeddings") or max_position
     if config.get("original_max_position_embeddings"):
         original = config["original_max_position_embeddings"]
-    original = int(_number(original, "original_max_position_embeddings", max_position))
+    original = _position(original, "original_max_position_embeddings", max_position)
     if kind == "ntk_alpha":
         return replace(rope, alpha=_number(params["alpha"], "alpha", 1.0))
     if kind == "proportional":
@@ -128,6 +131,8 @@ def _with_kind(rope: Rope, params: Mapping, config: Mapping, partial: float, hea
         return replace(rope, original_max_position=max_position)
     if kind == "llama3":
         low, high = (_number(params[k], k, 1.0) for k in ("low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise CheckpointError(f"rope low_freq_factor {low} is not below high_freq_factor {high}", "fix config.json")
         return replace(rope, low_freq_factor=low, high_freq_factor=high)
     if kind == "longrope":
         return _longrope(rope, params)
@@ -140,16 +145,17 @@ def _yarn(rope: Rope, params: Mapping, config: Mapping) -> Rope:
     given = params.get("attention_factor")
     mscale, mscale_all = params.get("mscale"), params.get("mscale_all_dim")
     if given is not None:
-        attention = _number(given, "attention_factor", 1.0)
+        attention = given
     elif mscale and mscale_all:
-        attention = yarn_mscale(rope.factor, float(mscale)) / yarn_mscale(rope.factor, float(mscale_all))
+        over, under = _number(mscale, "mscale", 1.0), _number(mscale_all, "mscale_all_dim", 1.0)
+        attention = yarn_mscale(rope.factor, over) / yarn_mscale(rope.factor, under)
     else:
         attention = yarn_mscale(rope.factor, 1.0)
     # transformers reads `truncate` from the top level of rope_parameters, so nested dictionaries always truncate.
     top = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return replace(
         rope,
-        attention_factor=attention,
+        attention_factor=_number(attention, "attention_factor", 1.0),
         beta_fast=_number(params.get("beta_fast"), "beta_fast", 32.0),
         beta_slow=_number(params.get("beta_slow"), "beta_slow", 1.0),
         truncate=bool(top.get("truncate", True)),
@@ -168,15 +174,17 @@ def _longrope(rope: Rope, params: Mapping) -> Rope:
     for key in ("short_factor", "long_factor"):
         values = params[key]
         if not isinstance(values, list) or len(values) != rope.rotary_dim // 2:
-            got = len(values) if isinstance(values, list) else values
+            got = len(values) if isinstance(values, list) else shown(values)
             raise CheckpointError(
-                f"rope {key} must hold {rope.rotary_dim // 2} numbers, got {got!r}", "fix rope_scaling in config.json"
+                f"rope {key} must hold {rope.rotary_dim // 2} numbers, got {got}", "fix rope_scaling in config.json"
             )
         lists.append(tuple(_number(v, key, 1.0) for v in values))
     given = params.get("attention_factor")
     if given is None:
         ratio = rope.factor
-        given = math.sqrt(1 + math.log(ratio) / math.log(rope.original_max_position)) if ratio > 1 else 1.0
+        # The logarithm of an original length of 1 would be a division by zero.
+        length = max(rope.original_max_position, 2)
+        given = math.sqrt(1 + math.log(ratio) / math.log(length)) if ratio > 1 else 1.0
     return replace(
         rope, short_factor=lists[0], long_factor=lists[1], attention_factor=_number(given, "attention_factor", 1.0)
     )
@@ -186,6 +194,11 @@ def _number(value: Any, key: str, default: float) -> float:
     """`value` as a positive finite float, or `default` when it is absent."""
     if value is None:
         return float(default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise CheckpointError(f"rope setting {key!r} must be a positive number, not {value!r}", "fix config.json")
+    if not is_finite_number(value) or value <= 0:
+        raise CheckpointError(f"rope setting {key!r} must be a positive number, not {shown(value)}", "fix config.json")
     return float(value)
+
+
+def _position(value: Any, key: str, default: int) -> int:
+    """`value` as a number of positions, at least 1, or `default` when it is absent."""
+    return max(1, int(_number(value, key, default)))

@@ -33,7 +33,8 @@ def remove_stale() -> None:
             owner = (folder / _OWNER).read_text()
         except OSError:
             continue
-        if owner != _identity(int(owner.split()[0])):
+        pid = owner.split(" ")[0]
+        if pid.isdecimal() and owner != _identity(int(pid)):
             remove_run_folder(folder)
 
 

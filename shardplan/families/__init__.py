@@ -13,6 +13,7 @@ from typing import Any
 from ..config import ModelConfig, text_config
 from ..errors import CheckpointError
 from ..partition import TensorSpec
+from ..values import shown
 from .common import architecture
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -30,14 +31,11 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """
     name = architecture(config)
     for level in (config, text_config(config)):
-        if level.get("quantization_config") is not None:
-            method = (
-                level["quantization_config"].get("quant_method", "?")
-                if isinstance(level["quantization_config"], dict)
-                else "?"
-            )
+        settings = level.get("quantization_config")
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
             raise CheckpointError(
-                f"quantised checkpoints are not supported (quantization_config: {method})",
+                f"quantised checkpoints are not supported (quantization_config: {shown(method)})",
                 "use the model's unquantised weights",
             )
     for family in FAMILIES:
@@ -45,7 +43,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         if name in module.ARCHITECTURES:
             return module.parse(config)
     supported = sorted(a for f in FAMILIES for a in family_module(f).ARCHITECTURES)
-    raise CheckpointError(f"architecture {name!r} is not supported", f"supported: {', '.join(supported)}")
+    raise CheckpointError(f"architecture {shown(name)} is not supported", f"supported: {', '.join(supported)}")
 
 
 def model_tensors(model: ModelConfig) -> Iterator[TensorSpec]:

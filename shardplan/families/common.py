@@ -12,6 +12,7 @@ from ..config import Attention, ConfigReader, Ffn, Layer, ModelConfig, text_conf
 from ..errors import CheckpointError
 from ..partition import TensorSpec, columns, rows
 from ..rope import parse_rope
+from ..values import shown
 
 
 def heads(reader: ConfigReader) -> tuple[int, int]:
@@ -78,7 +79,7 @@ def architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
-            f"config.json: architectures is {names!r}, must name one class",
+            f"config.json: architectures is {shown(names)}, must name one class",
             "take config.json from the model's repository",
         )
     return names[0]

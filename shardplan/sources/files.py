@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..dtypes import COMMON_NAME, ITEMSIZE, numpy_dtype
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError
+from ..values import shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,7 +92,7 @@ def read_rows(
     with open_regular(path) as (fd, now):
         if now != stamp:
             raise CheckpointError(f"{path}: the file changed while it was read", "run again when nothing writes to it")
-        _read_into(fd, path, offset + start * row_bytes, memoryview(raw))
+        _read_into(fd, path, offset + start * row_bytes, raw.data)
     return raw.view(numpy_dtype(dtype)).reshape(stop - start, *shape[1:])
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from .base import TensorInfo
 from .gguf_config import architecture, build_config, read_shape, unused_keys
 from .gguf_header import GgufTensor, read_header
 from .gguf_metadata import Metadata
-from .gguf_tensors import ROPE_FACTORS, Weight, map_tensors, read_rows
+from .gguf_tensors import ROPE_FACTORS, TensorReader, Weight, map_tensors
 from .gguf_tokenizer import tokenizer_config, tokenizer_json
 from .gguf_vocab import Vocab, read_vocab
 
@@ -51,21 +52,23 @@ class GgufSource:
         self._path = path
         self._fd = fd
         self._weights = weights
+        self._reader = TensorReader(fd, label)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a tensor seen as [shape[0], product of the rest]; raises CheckpointError."""
-        return read_rows(self._fd, self._weights[name], start, stop)
+        return self._reader.rows(self._weights[name], start, stop)
 
     def identity(self) -> str:
         """Path, inode, size and mtime of the opened file, as they are now."""
-        stat = os.fstat(self._fd)
-        return f"{self._path}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+        status = os.fstat(self._fd)
+        return f"{self._path}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
     def close(self) -> None:
         """Close the file; what was read stays valid."""
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd = -1
+            self._fd = -1  # a number that no later file can have
+            self._reader = TensorReader(-1, self.label)
 
 
 def open_gguf(path: Path, label: str) -> GgufSource:
@@ -75,7 +78,7 @@ def open_gguf(path: Path, label: str) -> GgufSource:
     architecture.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make this wait
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be opened: {error.strerror}", "check the path") from None
     try:
@@ -87,16 +90,18 @@ def open_gguf(path: Path, label: str) -> GgufSource:
 
 def _open(fd: int, path: Path, label: str) -> GgufSource:
     try:
-        size = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{label}: this is not a file", "give a .gguf file")
         with open(fd, "rb", buffering=1 << 20, closefd=False) as file:
-            metadata, stored = read_header(file, size, label)
+            metadata, stored = read_header(file, status.st_size, label)
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror}", "check the disk and the file") from None
     _refuse_splits(metadata)
     name, arch = architecture(metadata)
     shape = read_shape(metadata, name, len(stored))
     weights = map_tensors(arch, stored, shape.head_dim, shape.num_layers, metadata)
-    factors = _rope_factors(fd, stored) if arch.interleaved_heads else None
+    factors = _rope_factors(TensorReader(fd, label), stored) if arch.interleaved_heads else None
     config = build_config(metadata, name, shape, weights, factors)
     vocab, notes = read_vocab(metadata)
     if len(vocab.tokens) > config["vocab_size"]:
@@ -116,21 +121,20 @@ def _refuse_splits(metadata: Metadata) -> None:
         )
 
 
-def _rope_factors(fd: int, stored: Mapping[str, GgufTensor]) -> np.ndarray | None:
+def _rope_factors(reader: TensorReader, stored: Mapping[str, GgufTensor]) -> np.ndarray | None:
     """The values of rope_freqs.weight."""
     tensor = stored.get(ROPE_FACTORS)
     if tensor is None:
         return None
     info = TensorInfo(tensor.name, "F32", tensor.shape)
-    return read_rows(fd, Weight(info, tensor), 0, tensor.shape[0])
+    return reader.rows(Weight(info, tensor), 0, tensor.shape[0])
 
 
-def _small_files(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab, notes: list[str]) -> dict[str, bytes]:
+def _small_files(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab, notes: list[str]) -> Mapping[str, bytes]:
     """The files of a Hugging Face folder apart from the weights."""
     files = {
         "config.json": _json(config),
         "generation_config.json": _json(_generation_config(metadata, config, vocab)),
-        "tokenizer.json": tokenizer_json(vocab, metadata).encode(),
         "tokenizer_config.json": _json(tokenizer_config(vocab, config["max_position_embeddings"])),
     }
     if "tokenizer.chat_template" in metadata:
@@ -138,7 +142,29 @@ def _small_files(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab, no
     notes += [
         f"{key} is left out: only the default chat template is used" for key in metadata.unasked(_TEMPLATE_PREFIX)
     ]
-    return files
+    return _Files(files, {"tokenizer.json": lambda: tokenizer_json(vocab, metadata).encode()})
+
+
+class _Files(Mapping[str, bytes]):
+    """Small files by name; those in `makers` are made when they are first asked for.
+
+    tokenizer.json takes two seconds for a vocabulary of 262144 tokens, which a plan does not need.
+    """
+
+    def __init__(self, made: dict[str, bytes], makers: Mapping[str, Callable[[], bytes]]) -> None:
+        self._made = made
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({*self._made, *self._makers}))
+
+    def __len__(self) -> int:
+        return len({*self._made, *self._makers})
 
 
 def _generation_config(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab) -> dict[str, Any]:

@@ -170,23 +170,55 @@ def _check_type(tensor: GgufTensor, metadata: Metadata) -> None:
         ) from None
 
 
-def read_rows(fd: int, weight: Weight, start: int, stop: int) -> np.ndarray:
-    """Rows [start, stop) of a weight seen as [shape[0], product of the rest]: a fresh array of weight.info.dtype.
+class TensorReader:
+    """Reads rows of weights from an open file, which stays the caller's; errors name `label`."""
 
-    Reads and dequantises only these rows (and, in a q or k projection, up to one head more). Raises CheckpointError
-    when the bytes cannot be read.
-    """
-    if weight.interleaved:
-        rows = _stored_rows(start, stop, weight.interleaved)
-        if len(rows) == 0:
-            return _read_values(fd, weight, 0, 0)
-        first = int(rows.min())
-        values = _read_values(fd, weight, first, int(rows.max()) + 1)[rows - first]
-    else:
-        values = _read_values(fd, weight, start, stop)
-    if weight.offset:
-        values = values.astype(np.float32, copy=False) + np.float32(weight.offset)
-    return values
+    def __init__(self, fd: int, label: str) -> None:
+        self._fd = fd
+        self._label = label
+
+    def rows(self, weight: Weight, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a weight seen as [shape[0], product of the rest]: a fresh array of weight.info.dtype.
+
+        Reads and dequantises only these rows (and, in a q or k projection, up to one head more). Raises
+        CheckpointError when the bytes cannot be read.
+        """
+        if weight.interleaved and start < stop:
+            rows = _stored_rows(start, stop, weight.interleaved)
+            first = int(rows.min())
+            values = self._values(weight.stored, first, int(rows.max()) + 1)[rows - first]
+        else:
+            values = self._values(weight.stored, start, stop)
+        if weight.offset:
+            values = values.astype(np.float32, copy=False) + np.float32(weight.offset)
+        return values
+
+    def _values(self, stored: GgufTensor, start: int, stop: int) -> np.ndarray:
+        """Stored rows [start, stop) as values, 2-D."""
+        if len(stored.shape) == 1:  # one run of elements, each of which counts as a row
+            whole = _decode(self._bytes(stored, 0, 1), stored.type)
+            return whole.reshape(-1, 1)[start:stop].copy()
+        return _decode(self._bytes(stored, start, stop), stored.type)
+
+    def _bytes(self, stored: GgufTensor, start: int, stop: int) -> np.ndarray:
+        """The bytes of stored rows [start, stop), as [rows, row_bytes].
+
+        Read, not mapped: pages of a mapping would count as this process's memory for as long as it is open.
+        """
+        data = np.empty((stop - start, stored.row_bytes), np.uint8)
+        view = data.data.cast("B") if data.size else memoryview(b"")
+        offset, done = stored.offset + start * stored.row_bytes, 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                reason = f"{self._label}: tensor {stored.name!r} cannot be read: {error.strerror}"
+                raise CheckpointError(reason, "check the disk and the file") from None
+            if count == 0:
+                reason = f"{self._label}: tensor {stored.name!r} ends early, the file was cut while it was read"
+                raise CheckpointError(reason, "leave the file alone while it is read, and start again")
+            done += count
+        return data
 
 
 def _stored_rows(start: int, stop: int, head_dim: int) -> np.ndarray:
@@ -194,39 +226,9 @@ def _stored_rows(start: int, stop: int, head_dim: int) -> np.ndarray:
 
     Rotation pairs rows (i, i + D/2) of a head in Hugging Face checkpoints, rows (2i, 2i + 1) in llama.cpp.
     """
-    row = np.arange(start, stop)
-    head, within = np.divmod(row, head_dim)
+    head, within = np.divmod(np.arange(start, stop), head_dim)
     half, i = np.divmod(within, head_dim // 2)
     return head * head_dim + 2 * i + half
-
-
-def _read_values(fd: int, weight: Weight, start: int, stop: int) -> np.ndarray:
-    """Stored rows [start, stop) as values, 2-D."""
-    stored = weight.stored
-    if len(stored.shape) == 1:  # one run of elements, each of which counts as a row
-        whole = _decode(_read_bytes(fd, stored, 0, 1), stored.type)
-        return np.ascontiguousarray(whole.reshape(-1, 1)[start:stop])
-    return _decode(_read_bytes(fd, stored, start, stop), stored.type)
-
-
-def _read_bytes(fd: int, stored: GgufTensor, start: int, stop: int) -> np.ndarray:
-    """The bytes of stored rows [start, stop), as [rows, row_bytes]."""
-    data = np.empty((stop - start, stored.row_bytes), np.uint8)
-    view = memoryview(data).cast("B") if data.size else memoryview(b"")
-    offset, done = stored.offset + start * stored.row_bytes, 0
-    while done < len(view):
-        try:
-            count = os.preadv(fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                f"tensor {stored.name!r} cannot be read: {error.strerror}", "check the disk and the file"
-            ) from None
-        if count == 0:
-            raise CheckpointError(
-                f"tensor {stored.name!r} ends early: the file was cut while it was read", "do not change the file"
-            )
-        done += count
-    return data
 
 
 def _decode(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

@@ -102,14 +102,18 @@ def _merges_from_scores(vocab: Vocab) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, vocab: Vocab) -> None:
-    """Tokens that are found in the text as they stand, before anything else: control and user-defined ones."""
+    """Tokens that are found in the text before anything is merged: control and user-defined ones.
+
+    SentencePiece looks for user-defined ones where spaces are ▁ already, so that both match. That cannot be had with
+    a space prefix, which the library would put before every token too; there they match the text as it stands.
+    """
     from tokenizers import AddedToken
 
-    control = np.isin(vocab.types, (TokenType.CONTROL, TokenType.UNKNOWN))
-    added = control | (vocab.types == TokenType.USER_DEFINED)
-    tokens = [AddedToken(vocab.tokens[i], normalized=False, special=bool(control[i])) for i in np.flatnonzero(added)]
-    tokenizer.add_special_tokens([token for token in tokens if token.special])
-    tokenizer.add_tokens([token for token in tokens if not token.special])
+    control = [vocab.tokens[i] for i in np.flatnonzero(np.isin(vocab.types, (TokenType.CONTROL, TokenType.UNKNOWN)))]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    escaped = not vocab.byte_level and not vocab.add_space_prefix
+    defined = [vocab.tokens[i] for i in np.flatnonzero(vocab.types == TokenType.USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, normalized=escaped, special=False) for token in defined])
 
 
 def _add_ends(tokenizer: Tokenizer, vocab: Vocab) -> None:

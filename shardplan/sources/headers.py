@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dtypes import ITEMSIZE, PACKED_BITS
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError
+from ..values import shown
 from .files import DOWNLOAD_AGAIN, FileStamp, open_regular, parse_json_object, read_bytes, wrong_content
 
 HEADER_LIMIT = 100_000_000
@@ -109,9 +110,7 @@ def _tensor(value: Any, where: str) -> HeaderTensor:
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise CheckpointError(f"{where}: shape {shown(shape)} must list whole numbers", DOWNLOAD_AGAIN)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(
-            f"{where}: data_offsets {shown(offsets)} must be two rising positions", DOWNLOAD_AGAIN
-        )
+        raise CheckpointError(f"{where}: data_offsets {shown(offsets)} must be two rising positions", DOWNLOAD_AGAIN)
     bits = math.prod(shape) * (PACKED_BITS.get(dtype) or 8 * ITEMSIZE[dtype])
     begin, end = offsets
     if bits != 8 * (end - begin):

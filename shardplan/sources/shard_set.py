@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtypes import numpy_dtype
 from ..errors import CheckpointError
-from ..plan import RankPlan, ShardPlan, SourceSlice, TensorPlan
+from ..plan import PLAN_FILE, RankPlan, ShardPlan, SourceSlice, TensorPlan
 from ..shard_set import ShardSet
 from .base import TensorInfo
 from .files import FileStamp, identity_of, open_regular, parse_json_object, read_rows
@@ -49,7 +49,7 @@ class ShardSetSource:
     tensors: Mapping[str, TensorInfo]
     notes: Sequence[str]
     fingerprint: str | None
-    ranks: Sequence[tuple[Path, RankPlan]]
+    ranks: Mapping[int, tuple[Path, RankPlan]]
     pieces: Mapping[str, Sequence[Piece]]
     stamps: Mapping[str, FileStamp]
     has_weights: bool = True
@@ -81,7 +81,7 @@ class ShardSetSource:
         return read_rows(path, self.stamps[path.name], offset, tensor.dtype, shape, (start, stop))
 
     def identity(self) -> str:
-        """A digest of the rank files' names, inodes, sizes and mtimes, as they were when the set was opened."""
+        """A digest of the names, inodes, sizes and mtimes, as they were when the set was opened."""
         return identity_of(self.stamps)
 
     def close(self) -> None:
@@ -92,9 +92,9 @@ def open_shard_set(path: Path, label: str) -> ShardSetSource:
     """Open a shard set strictly; raises CheckpointError where its plan and files do not make up whole tensors."""
     shard_set = ShardSet.open(path)
     plan, files = shard_set.plan, shard_set.model_files()
-    ranks = [(shard_set.rank_path(rank.rank), rank) for rank in plan.ranks]
+    ranks = {rank.rank: (shard_set.rank_path(rank.rank), rank) for rank in plan.ranks}
     stamps = {}
-    for file, _ in ranks:
+    for file in [path / PLAN_FILE, *(file for file, _ in ranks.values())]:
         with open_regular(file) as (_, stamp):
             stamps[file.name] = stamp
     held = _by_name(plan)
@@ -129,7 +129,7 @@ def _info(name: str, tensor: TensorPlan, source: SourceSlice) -> TensorInfo:
 def _pieces(held: Sequence[Slice], where: str) -> list[Piece]:
     """The slices that make up a whole tensor, each index from the first rank that has it (kv heads may be copied)."""
     for held_slice in held:
-        _check_slice(held_slice, held[0][2], where)
+        _check_slice(held_slice, held[0], where)
     _, _, source = held[0]
     dim = source.dim or 0
     size = source.shape[dim] if source.shape else 1
@@ -149,17 +149,23 @@ def _pieces(held: Sequence[Slice], where: str) -> list[Piece]:
     return pieces
 
 
-def _check_slice(held: Slice, first: SourceSlice, where: str) -> None:
+def _check_slice(held: Slice, first: Slice, where: str) -> None:
     """What a rank stores of a tensor must have the shape that its source slice gives, and one source on all ranks."""
     rank, tensor, source = held
     shape = list(source.shape)
-    fits = (source.dtype, source.shape, source.dim) == (first.dtype, first.shape, first.dim)
+    fits = _whole(held) == _whole(first)
     if fits and source.dim is not None:
         fits = 0 <= source.dim < len(shape) and all(0 <= a <= b <= shape[source.dim] for a, b in source.ranges)
         if fits:
             shape[source.dim] = sum(b - a for a, b in source.ranges)
     if not fits or shape != tensor.shape:
         raise _damaged(where, f"rank {rank}'s part of {tensor.name} does not fit its source slice")
+
+
+def _whole(held: Slice) -> tuple[str, str, list[int], int | None]:
+    """What all ranks must agree on."""
+    _, tensor, source = held
+    return tensor.dtype, source.dtype, source.shape, source.dim
 
 
 def _damaged(where: str, fault: str) -> CheckpointError:

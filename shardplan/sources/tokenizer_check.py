@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError
+from ..values import shown
 from .files import DOWNLOAD_AGAIN, wrong_content
 
 _LISTED = 8  # tokens that a note names

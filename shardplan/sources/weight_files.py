@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError
+from ..values import shown
 from .files import DOWNLOAD_AGAIN, parse_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -105,10 +106,10 @@ def pick_tensors(
 
 
 def unlisted_files_note(index: Mapping[str, str], names: Collection[str]) -> list[str]:
-    """A note counting the safetensors files in `names` that the index does not mention."""
+    """A note counting the safetensors files in `names` that the checkpoint does not consist of."""
     used = set(index.values())
     extra = sorted(n for n in names if n.endswith(".safetensors") and n not in used)
-    return [f"ignored {len(extra)} files that the index does not name: {', '.join(extra)}"] if extra else []
+    return [f"ignored {len(extra)} safetensors files that do not belong to it: {', '.join(extra)}"] if extra else []
 
 
 def _stays_inside(file: str) -> bool:

@@ -15,6 +15,7 @@ from helpers_tokenizers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mgtp.runtime.text.stream import StopMatcher, TextStream
 from mgtp.runtime.text.tokenizer import Tokenizer
 from mgtp.shardplan.errors import UsageError

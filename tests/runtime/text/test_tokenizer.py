@@ -15,6 +15,7 @@ from helpers_tokenizers import (
     wordpiece_tokenizer,
     write_tokenizer,
 )
+
 from mgtp.runtime.text.tokenizer import Tokenizer
 from mgtp.shardplan.errors import CheckpointError, MgtpError, UsageError
 

@@ -1,0 +1,27 @@
+"""Values that were read from JSON files or options: checking and showing them."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
+_SHORT.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """`value`, fit for one line: escaped, and shortened however long or nested it is."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= 160 else text[:140] + "..." + text[-17:]
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether `value` is a number (no boolean) that a float can hold; JSON's integers may be too large for one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -1,0 +1,89 @@
+"""Ranks get devices before anything is started, or a refusal that names both numbers."""
+
+from __future__ import annotations
+
+import pytest
+from mgtp.runtime.launch import devices
+from mgtp.runtime.launch.devices import DriverError, Gpu, describe, place_ranks
+from mgtp.shardplan.errors import DeviceError, UsageError
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that the driver shows this many GPUs."""
+
+    def show(count: int) -> None:
+        found = [Gpu(i, "NVIDIA H200", 150 << 30) for i in range(count)]
+        monkeypatch.setattr(devices, "visible_gpus", lambda: found)
+
+    return show
+
+
+def test_one_device_a_rank(gpus):
+    gpus(4)
+    placement = place_ranks(2, "auto", None, allow_shared=False)
+    assert (placement.device, placement.indices) == ("cuda", (0, 1))
+    assert describe(placement, "auto").startswith("detected 4 GPU(s): 0: NVIDIA H200")
+
+
+def test_chosen_devices_keep_their_order(gpus):
+    gpus(4)
+    assert place_ranks(2, "cuda", [3, 1], allow_shared=False).indices == (3, 1)
+
+
+def test_more_ranks_than_devices_is_refused_with_both_numbers(gpus):
+    gpus(2)
+    with pytest.raises(DeviceError) as error:
+        place_ranks(4, "auto", None, allow_shared=False)
+    assert error.value.exit_code == 4
+    assert "4 devices" in error.value.message
+    assert "2 of 2 visible" in error.value.message
+    for way_out in ("--tp-size 2", "--device cpu", "--allow-shared-device"):
+        assert way_out in error.value.hint
+
+
+def test_shared_devices_are_filled_in_turn(gpus):
+    gpus(2)
+    assert place_ranks(4, "auto", None, allow_shared=True).indices == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("chosen", [[2], [0, 5], [-1]])
+def test_an_index_that_does_not_exist_names_the_valid_range(gpus, chosen):
+    gpus(2)
+    with pytest.raises(UsageError, match=r"--devices -?\d does not exist") as error:
+        place_ranks(1, "auto", chosen, allow_shared=False)
+    assert error.value.hint == "valid: 0 to 1"
+
+
+def test_a_device_named_twice_needs_the_flag(gpus):
+    gpus(2)
+    with pytest.raises(UsageError, match="names a device twice"):
+        place_ranks(2, "auto", [1, 1], allow_shared=False)
+    assert place_ranks(2, "auto", [1, 1], allow_shared=True).indices == (1, 1)
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(gpus):
+    gpus(0)
+    placement = place_ranks(3, "auto", None, allow_shared=False)
+    assert placement.device == "cpu"
+    assert "running on the CPU" in describe(placement, "auto")
+    with pytest.raises(DeviceError, match="no GPU is visible"):
+        place_ranks(1, "cuda", None, allow_shared=False)
+    with pytest.raises(DeviceError, match="no GPU is visible"):
+        place_ranks(1, "auto", [0], allow_shared=False)
+
+
+def test_a_broken_driver_is_an_error_only_for_those_who_ask_for_cuda(monkeypatch):
+    def broken() -> list[Gpu]:
+        raise DriverError("cuInit: CUDA_ERROR_UNKNOWN (999)")
+
+    monkeypatch.setattr(devices, "visible_gpus", broken)
+    assert place_ranks(1, "auto", None, allow_shared=False).device == "cpu"
+    with pytest.raises(DeviceError, match="CUDA_ERROR_UNKNOWN"):
+        place_ranks(1, "cuda", None, allow_shared=False)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:0", ""])
+def test_unknown_device_names_are_refused(device):
+    with pytest.raises(UsageError, match="--device"):
+        place_ranks(1, device, None, allow_shared=False)

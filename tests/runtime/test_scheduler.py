@@ -1,0 +1,138 @@
+"""Continuous batching without a model: every block has one owner, everyone gets served, nothing leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from mgtp.runtime.blocks import SCRATCH_BLOCK, BlockPool
+from mgtp.runtime.cache_layout import CacheGroup
+from mgtp.runtime.messages import Request
+from mgtp.runtime.sampling_params import SamplingParams
+from mgtp.runtime.scheduler import Scheduler
+
+
+def request(name: str, prompt: int, output: int) -> Request:
+    return Request(name, list(range(prompt)), SamplingParams(max_tokens=output), [])
+
+
+def make(num_blocks=(20,), windows=(None,), block_size=4, max_num_seqs=4, max_batch_tokens=16) -> Scheduler:
+    groups = [CacheGroup(window, (i,)) for i, window in enumerate(windows)]
+    pools = [BlockPool(g, n, block_size) for g, n in zip(groups, num_blocks, strict=True)]
+    return Scheduler(pools, max_num_seqs, max_batch_tokens)
+
+
+def run_step(scheduler: Scheduler) -> list:
+    """Schedule, check the step, and pretend that every sampled token is 7; ends sequences at their max_tokens."""
+    scheduled = scheduler.schedule()
+    check_ownership(scheduler)
+    for s in scheduled:
+        check_tables(scheduler, s)
+        if s.step.sample:
+            s.sequence.output_ids.append(7)
+            if len(s.sequence.output_ids) >= s.sequence.request.sampling.max_tokens:
+                scheduler.finish(s.sequence)
+    return scheduled
+
+
+def check_ownership(scheduler: Scheduler) -> None:
+    """Every block is free or in exactly one table; waiting sequences own nothing."""
+    for g, pool in enumerate(scheduler.pools):
+        owned = [b for s in scheduler.running for b in s.tables[g] if b != SCRATCH_BLOCK]
+        assert sorted(owned + pool._free) == list(range(1, pool.num_blocks))
+    assert all(not any(s.tables) and s.slot == -1 for s in scheduler.waiting)
+    slots = [s.slot for s in scheduler.running]
+    assert len(set(slots)) == len(slots)
+
+
+def check_tables(scheduler: Scheduler, scheduled) -> None:
+    """The step's tables reach its last token, and every key that its queries can see is in a block of its own."""
+    step = scheduled.step
+    for pool, table in zip(scheduler.pools, step.tables, strict=True):
+        last = step.start + step.num_tokens - 1
+        assert len(table) * pool.block_size > last
+        first = pool.group.first_needed(step.start) // pool.block_size
+        assert SCRATCH_BLOCK not in table[first : last // pool.block_size + 1]
+
+
+def test_long_prompts_are_cut_to_the_token_budget_and_decoding_goes_on():
+    scheduler = make(num_blocks=(40,))
+    scheduler.add(request("short", 3, 10))
+    run_step(scheduler)
+    scheduler.add(request("long", 40, 2))
+    for _ in range(3):
+        step = run_step(scheduler)
+        assert [s.sequence.request.id for s in step] == ["short", "long"]
+        assert sum(s.step.num_tokens for s in step) <= 16
+        assert step[0].step.sample
+
+
+def test_first_come_first_served_even_when_a_later_one_would_fit():
+    scheduler = make(num_blocks=(6,))
+    scheduler.add(request("running", 12, 4))
+    run_step(scheduler)
+    scheduler.add(request("large", 16, 1))
+    scheduler.add(request("small", 1, 1))
+    assert [s.sequence.request.id for s in run_step(scheduler)] == ["running"]
+
+
+def test_when_blocks_run_out_the_youngest_is_computed_again():
+    scheduler = make(num_blocks=(6,), max_batch_tokens=100)
+    scheduler.add(request("old", 8, 12))
+    scheduler.add(request("young", 8, 12))
+    done = []
+    for _ in range(100):
+        done += [s.sequence.request.id for s in run_step(scheduler) if s.sequence.slot == -1 and s.step.sample]
+    assert scheduler.num_preemptions > 0
+    assert [name for name in done if name in ("old", "young")][0] == "old"
+    assert not scheduler.has_work
+
+
+def test_blocks_behind_the_window_are_given_back():
+    scheduler = make(num_blocks=(40, 8), windows=(None, 8), max_batch_tokens=8)
+    scheduler.add(request("a", 60, 60))
+    for _ in range(70):
+        run_step(scheduler)
+        for sequence in scheduler.running:
+            held = [b for b in sequence.tables[1] if b != SCRATCH_BLOCK]
+            assert len(held) <= (8 + 8) // 4 + 1
+    assert not scheduler.has_work
+
+
+def test_abort_frees_at_once_and_unknown_ids_are_ignored():
+    scheduler = make()
+    for name in ("a", "b", "c"):
+        scheduler.add(request(name, 5, 5))
+    run_step(scheduler)
+    scheduler.abort("b")
+    scheduler.abort("nobody")
+    check_ownership(scheduler)
+    assert [s.request.id for s in scheduler.running] == ["a", "c"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_joins_aborts_and_preemptions_leak_nothing(seed):
+    rng = random.Random(seed)
+    windows = rng.choice([(None,), (8,), (None, 8), (None, 5, 12)])
+    size = rng.choice([1, 4]) if windows == (8,) else 4
+    scheduler = make([rng.randint(17, 30) + 12 * (size == 1) for _ in windows], windows, size)
+    alive, finished, added = set(), set(), 0
+    for _ in range(400):
+        if rng.random() < 0.3:
+            scheduler.add(request(str(added), rng.randint(1, 40), rng.randint(1, 20)))
+            alive.add(str(added))
+            added += 1
+        if alive and rng.random() < 0.1:
+            victim = rng.choice(sorted(alive))
+            scheduler.abort(victim)
+            alive.discard(victim)
+        for s in run_step(scheduler):
+            if s.sequence.slot == -1 and s.step.sample and s.sequence not in scheduler.waiting:
+                finished.add(s.sequence.request.id)
+    for _ in range(3000):
+        if not scheduler.has_work:
+            break
+        run_step(scheduler)
+    assert not scheduler.has_work, "a request starved"
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in scheduler.pools)
+    assert finished
