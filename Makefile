@@ -5,7 +5,8 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV ?= .venv
-MODELS ?= .models
+MGTP_MODELS ?= .models
+export MGTP_MODELS
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -20,10 +21,10 @@ help: ## this list
 venv: $(STAMP) ## install mgtp and what its tests need into .venv
 
 demo: $(STAMP) ## shard a small model for two processes, chat with it, look at what each process holds
-	@PATH="$(abspath $(BIN)):$$PATH" MODELS="$(MODELS)" scripts/demo.sh
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh
 
 models: $(STAMP) ## fetch the small model that the demo and the tests use
-	@$(BIN)/python scripts/fetch_models.py "$(MODELS)"
+	@$(BIN)/python scripts/fetch_models.py "$(MGTP_MODELS)"
 
 test: models ## run the test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

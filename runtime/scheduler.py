@@ -1,11 +1,11 @@
-"""Which tokens of which requests each step computes: continuous batching with chunked prefill. No torch."""
+"""Which tokens of which requests each step computes: continuous batching, chunked prefill, prefix caching. No torch."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from .blocks import BlockPool
+from .blocks import BlockPool, chain_hash
 from .messages import Request, SequenceStep
 
 
@@ -20,6 +20,8 @@ class Sequence:
     num_computed: int = 0
     tables: list[list[int]] = field(default_factory=list)
     is_sampled: bool = False  # the last token is known to the ranks: it was sampled from this slot's last step
+    digests: list[bytes] = field(default_factory=list)  # names of the full blocks so far
+    num_cached: int = 0  # prompt tokens that were found in the cache when it was admitted
 
     def __post_init__(self) -> None:
         self.tables = [[] for _ in range(self.num_groups)]
@@ -51,11 +53,15 @@ class Scheduler:
     When blocks run out, the youngest running sequence gives its blocks back and is computed again later.
     """
 
-    def __init__(self, pools: list[BlockPool], max_num_seqs: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self, pools: list[BlockPool], max_num_seqs: int, max_batch_tokens: int, *, prefix_caching: bool = False
+    ) -> None:
         self.pools, self.max_batch_tokens = pools, max_batch_tokens
+        self.prefix_caching = prefix_caching and bool(pools)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._computed: list[tuple[Sequence, int, int]] = []  # what the last step wrote, not yet findable
         self.num_preemptions = 0
 
     @property
@@ -69,17 +75,20 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; unknown ids are ignored."""
+        self._publish()
         for sequence in [s for s in self.running if s.request.id == request_id]:
             self.finish(sequence)
         self.waiting = deque(s for s in self.waiting if s.request.id != request_id)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out of the running ones."""
+        self._publish()
         self.running.remove(sequence)
         self._release(sequence)
 
     def schedule(self) -> list[Scheduled]:
         """The next step's work. Empty only when there is none."""
+        self._publish()
         budget, scheduled = self.max_batch_tokens, []
         for sequence in list(self.running):
             if sequence.slot < 0:
@@ -90,8 +99,10 @@ class Scheduler:
                 budget -= count
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
-            count = min(sequence.num_tokens, budget)
-            if not self._fits(sequence, count):
+            self._find_prefix(sequence)
+            count = min(sequence.num_tokens - sequence.num_computed, budget)
+            if not self._fits(sequence, sequence.num_computed + count):
+                self._let_go(sequence)
                 break
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
@@ -100,6 +111,36 @@ class Scheduler:
             budget -= count
         return scheduled
 
+    def _find_prefix(self, sequence: Sequence) -> None:
+        """Give `sequence` the longest beginning that is in the cache; its last token is always computed."""
+        if not self.prefix_caching:
+            return
+        size = self.pools[0].block_size
+        self._name_blocks(sequence, sequence.num_tokens)
+        for count in range((sequence.num_tokens - 1) // size, 0, -1):
+            if all(pool.usable_prefix(sequence.digests, count) for pool in self.pools):
+                for pool, table in zip(self.pools, sequence.tables, strict=True):
+                    pool.adopt(table, sequence.digests, count)
+                sequence.num_computed = sequence.num_cached = count * size
+                return
+
+    def _name_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Work out the names of the full blocks among the first `num_tokens` tokens."""
+        size = self.pools[0].block_size
+        for i in range(len(sequence.digests), num_tokens // size):
+            parent = sequence.digests[-1] if sequence.digests else b""
+            sequence.digests.append(chain_hash(parent, sequence.token_ids(i * size, (i + 1) * size)))
+
+    def _publish(self) -> None:
+        """Make the blocks that the last step filled up findable: only a later step may read what it has written."""
+        for sequence, start, stop in self._computed:
+            self._name_blocks(sequence, stop)
+            size = self.pools[0].block_size
+            for i in range(start // size, stop // size):
+                for pool, table in zip(self.pools, sequence.tables, strict=True):
+                    pool.name(table[i], sequence.digests[i])
+        self._computed.clear()
+
     def _take(self, sequence: Sequence, count: int) -> Scheduled:
         """Give `sequence` blocks for `count` more tokens and describe the step."""
         start, stop = sequence.num_computed, sequence.num_computed + count
@@ -107,6 +148,8 @@ class Scheduler:
             pool.drop_unseen(table, start)
             pool.extend(table, stop)
         sequence.num_computed = stop
+        if self.prefix_caching:
+            self._computed.append((sequence, start, stop))
         is_last = stop == sequence.num_tokens
         ids = [] if sequence.is_sampled else sequence.token_ids(start, stop)
         sequence.is_sampled = is_last
@@ -130,8 +173,12 @@ class Scheduler:
         return True
 
     def _release(self, sequence: Sequence) -> None:
+        """Take slot and blocks back; the sequence would have to be computed again."""
+        self._let_go(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _let_go(self, sequence: Sequence) -> None:
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table)
         sequence.num_computed, sequence.is_sampled = 0, False
-        self._free_slots.append(sequence.slot)
-        sequence.slot = -1

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # `make demo`: a small real model, cut into two rank files, chats from two processes on the CPU.
-# Needs mgtp on PATH. Reads MODELS (where scripts/fetch_models.py put or will put the model; default .models).
+# Needs mgtp on PATH. MGTP_MODELS is where the model is or will be put (default .models).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-MODELS=${MODELS:-.models}
+MODELS=${MGTP_MODELS:-.models}
 MODEL=$MODELS/SmolLM2-135M-Instruct.Q4_1.gguf
 SHARDS=.demo/smollm2-tp2
 PROMPT="What is the capital of France, and what is it known for?"

@@ -86,7 +86,11 @@ GEMMA3 = Model(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fetch the small models that the demo and the tests use.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent.parent / ".models")
-    parser.add_argument("--all", action="store_true", help="also Gemma 3 270M, which a few tests can use")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="also Gemma 3 270M, which a few tests use (its terms: ai.google.dev/gemma/terms)",
+    )
     options = parser.parse_args(arguments)
     try:
         for model in (SMOLLM2, GEMMA3) if options.all else (SMOLLM2,):

@@ -21,7 +21,7 @@ class Attention:
     """Softmax attention of one layer. `window` keys are visible to a query, itself included (None: all).
 
     `q_axis` and `kv_axis` name the model axes its heads are shared out on; `kv_source` is the layer whose keys and
-    values this one uses instead of its own.
+    values this one uses instead of its own. With `keys_as_values` the key projection gives the values too.
     """
 
     num_heads: int
@@ -33,6 +33,14 @@ class Attention:
     q_axis: str = "q_heads"
     kv_axis: str = "kv_heads"
     kv_source: int | None = None
+    keys_as_values: bool = False
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The input projections that this layer has weights of its own for."""
+        if self.kv_source is not None:
+            return ("q_proj",)
+        return ("q_proj", "k_proj") if self.keys_as_values else ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,25 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Constants that some families multiply by; the defaults change nothing.
+
+    With `round_embedding` the embedding's factor is itself rounded to the weights' dtype first.
+    """
+
+    embedding: float = 1.0
+    round_embedding: bool = False
+    residual: float = 1.0  # of what attention and feed-forward add to the residual stream
+    logit_divisor: float = 1.0
+    logit_softcap: float | None = None  # cap * tanh(logits / cap)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model, independent of how its config.json spells it."""
+    """A decoder-only language model, independent of how its config.json spells it.
+
+    `extra_axes` are the sizes of model axes that neither the layers nor the vocabulary name.
+    """
 
     family: str
     architecture: str
@@ -79,6 +104,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
     text: Mapping[str, Any] = field(repr=False, compare=False)
+    scales: Scales = Scales()
+    extra_axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def rope_depends_on_length(self) -> bool:

@@ -109,7 +109,8 @@ def model_axes(model: ModelConfig, weights: Sequence[int]) -> dict[str, Axis]:
             d = layer.delta_net
             _add_heads(axes, "delta_v_heads", d.num_value_heads, "delta_k_heads", d.num_key_heads, weights)
         _add_size(axes, layer.ffn.axis, layer.ffn.size, weights)
-    _add_size(axes, "vocab", model.vocab_size, weights)
+    for name, size in (("vocab", model.vocab_size), *model.extra_axes):
+        _add_size(axes, name, size, weights)
     return axes
 
 

@@ -30,13 +30,15 @@ class Rope:
     """Rotary embedding of one layer type.
 
     `rotary_dim` dimensions rotate, in pairs (i, i + rotary_dim/2) or, when `interleaved`, (2i, 2i+1); the rest pass
-    through. Fields after `interleaved` belong to the kinds named in their comment.
+    through. They do so in the model's dtype, or `in_float32`. The fields after that belong to the kinds named in their
+    comment.
     """
 
     kind: str
     theta: float
     rotary_dim: int
     interleaved: bool = False
+    in_float32: bool = False
     original_max_position: int = 0  # dynamic, llama3, yarn, longrope
     factor: float = 1.0  # linear, dynamic, llama3, yarn, longrope, proportional
     alpha: float = 1.0  # ntk_alpha

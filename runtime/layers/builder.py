@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from ...shardplan.config import Attention as AttentionConfig
 from ...shardplan.config import ModelConfig
 from ...shardplan.partition import Axis
@@ -12,7 +14,7 @@ from ..communicator import Communicator
 from ..weights import Weights
 from .linear import ColumnParallelLinear, ParallelLMHead, RowParallelLinear, VocabParallelEmbedding
 from .mlp import GatedMLP
-from .norm import RMSNorm
+from .norm import FullWidthNorm, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class LayerBuilder:
         weight = self.weights.take(f"{name}.weight")
         return RMSNorm(weight, self.model.norm_eps, one_plus=one_plus, cast_first=cast_first)
 
+    def full_width_norm(self, prefix: str, a: AttentionConfig) -> FullWidthNorm:
+        """The norm over all query heads, and over all key heads, of one layer: weights cut like the heads."""
+        weights = self.weights.take(f"{prefix}q_norm.weight"), self.weights.take(f"{prefix}k_norm.weight")
+        sizes = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        held = self.axes[a.kv_axis].ranges
+        is_first_holder = held.index(held[self.communicator.rank]) == self.communicator.rank
+        return FullWidthNorm(weights, sizes, self.model.norm_eps, is_first_holder, self.communicator)
+
     def mlp(self, prefix: str) -> GatedMLP:
         """gate, up and down under `prefix`."""
         gate_up = self.column(f"{prefix}gate_proj", f"{prefix}up_proj")
@@ -59,7 +69,7 @@ class LayerBuilder:
         weight = embedding.weight if self.model.tie_word_embeddings else self.weights.take("lm_head.weight")
         return ParallelLMHead(weight, list(self.axes["vocab"].ranges), self.communicator)
 
-    def attention_sizes(self, a: AttentionConfig) -> list[int]:
-        """Columns of q, k and v in this rank's fused projection."""
+    def attention_sizes(self, a: AttentionConfig, *, gated: bool = False) -> list[int]:
+        """Columns of q (with its gates, when `gated`), k and v in this rank's fused projection."""
         q, kv = self.size(a.q_axis) * a.head_dim, self.size(a.kv_axis) * a.head_dim
-        return [q, kv, kv]
+        return [2 * q if gated else q, kv, kv]

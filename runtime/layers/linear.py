@@ -21,25 +21,35 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b for this rank's columns of W [H, in]: partial sums are added up over ranks, then the whole bias."""
+    """y = scale (x W^T + b) for this rank's columns of W [H, in].
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, communicator: Communicator) -> None:
-        self.weight, self.bias, self.communicator = weight, bias, communicator
+    Partial sums are added up over ranks, then the whole bias.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, communicator: Communicator, scale: float = 1.0
+    ) -> None:
+        self.weight, self.bias, self.communicator, self.scale = weight, bias, communicator, scale
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, H]"""
         y = self.communicator.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        return y if self.scale == 1.0 else y * self.scale
 
 
 class VocabParallelEmbedding:
-    """Rows [start, stop) of the embedding; ids of other ranks contribute zero to the sum over ranks."""
+    """Rows [start, stop) of the embedding, times `scale`; ids of other ranks contribute zero to the sum over ranks."""
 
-    def __init__(self, weight: torch.Tensor, rows: Range, communicator: Communicator) -> None:
-        self.weight, self.rows, self.communicator = weight, rows, communicator
+    def __init__(self, weight: torch.Tensor, rows: Range, communicator: Communicator, scale: float = 1.0) -> None:
+        self.weight, self.rows, self.communicator, self.scale = weight, rows, communicator, scale
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, H]"""
+        x = self._look_up(ids)
+        return x if self.scale == 1.0 else x * self.scale
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         if self.communicator.size == 1:
             return F.embedding(ids, self.weight)
         start, stop = self.rows
@@ -51,19 +61,34 @@ class VocabParallelEmbedding:
 class ParallelLMHead:
     """Logits from this rank's rows of the vocabulary, gathered over ranks.
 
-    Ranks may hold unequal numbers of rows: the shorter ones are padded with -inf, which never wins.
+    Ranks may hold unequal numbers of rows: the shorter ones are padded with -inf, which never wins. Logits are divided
+    by `divisor`, then bounded by `softcap`.
     """
 
-    def __init__(self, weight: torch.Tensor, ranges: list[Range], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        ranges: list[Range],
+        communicator: Communicator,
+        *,
+        divisor: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         self.weight, self.communicator = weight, communicator
         self.sizes = [stop - start for start, stop in ranges]
+        self.divisor, self.softcap = divisor, softcap
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[L, H] -> [L, V]"""
-        local = F.linear(x, self.weight)
+        local = self._scaled(F.linear(x, self.weight))
         if self.communicator.size == 1:
             return local
         widest = max(self.sizes)
         padded = F.pad(local, (0, widest - local.shape[-1]), value=float("-inf"))
         parts = self.communicator.all_gather(padded)
         return torch.cat([parts[r, :, :size] for r, size in enumerate(self.sizes)], dim=-1)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

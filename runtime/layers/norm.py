@@ -4,31 +4,70 @@ from __future__ import annotations
 
 import torch
 
+from ..communicator import Communicator
+
 
 class RMSNorm:
     """w * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32.
 
     `one_plus` scales by 1 + w; `cast_first` casts the normed value to the model's dtype before scaling, as Llama
-    does, where the others scale in float32 and cast last.
+    does, where the others scale in float32 and cast last. `power` takes the root as a power, as Gemma 4 does: the two
+    differ in the last bit.
     """
 
     def __init__(
-        self, weight: torch.Tensor | None, eps: float, *, one_plus: bool = False, cast_first: bool = True
+        self,
+        weight: torch.Tensor | None,
+        eps: float,
+        *,
+        one_plus: bool = False,
+        cast_first: bool = True,
+        power: bool = False,
     ) -> None:
-        self.weight, self.eps, self.one_plus, self.cast_first = weight, eps, one_plus, cast_first
+        self.weight, self.eps = weight, eps
+        self.one_plus, self.cast_first, self.power = one_plus, cast_first, power
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]"""
         values = x.float()
-        normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        mean_square = values.square().mean(-1, keepdim=True) + self.eps
+        normed = values * (torch.pow(mean_square, -0.5) if self.power else torch.rsqrt(mean_square))
         if self.weight is None:
             return normed.to(x.dtype)
         if self.cast_first:
             return self.weight * normed.to(x.dtype)
-        scale = self.weight.float() + 1 if self.one_plus else self.weight.float()
-        return (normed * scale).to(x.dtype)
+        return (normed * (self.weight.float() + 1 if self.one_plus else self.weight)).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual): the two steps between blocks, as one so that kernels can fuse them."""
         total = x if residual is None else x + residual
         return self(total), total
+
+
+class FullWidthNorm:
+    """RMSNorm over all query heads of a token at once, and over all its key heads, though a rank holds only some.
+
+    The sums of squares, one number a token for queries and one for keys, are added up over ranks. `sizes` are the
+    widths of q and k over all ranks; `counts_keys` is false where a lower rank holds the same key heads.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        sizes: tuple[int, int],
+        eps: float,
+        counts_keys: bool,
+        communicator: Communicator,
+    ) -> None:
+        self.q_weight, self.k_weight = weights
+        self.sizes, self.eps, self.counts_keys, self.communicator = sizes, eps, counts_keys, communicator
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T, q, D], k [T, kv, D] -> the same, normed"""
+        q_values, k_values = q.flatten(1).float(), k.flatten(1).float()
+        q_sum, k_sum = q_values.square().sum(-1), k_values.square().sum(-1)
+        sums = torch.stack([q_sum, k_sum if self.counts_keys else torch.zeros_like(k_sum)])
+        q_sum, k_sum = self.communicator.all_reduce(sums).unsqueeze(-1)
+        q_normed = q_values * torch.rsqrt(q_sum / self.sizes[0] + self.eps)
+        k_normed = k_values * torch.rsqrt(k_sum / self.sizes[1] + self.eps)
+        return (self.q_weight * q_normed).to(q.dtype).view_as(q), (self.k_weight * k_normed).to(k.dtype).view_as(k)

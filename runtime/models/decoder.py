@@ -13,6 +13,28 @@ from ..layers.norm import RMSNorm
 LayerForward = Callable[[torch.Tensor, torch.Tensor | None, ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
 """(x, residual, batch) -> (x, residual), both [T, H]: x is still to be added to the residual."""
 
+Mixer = Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
+"""What mixes tokens, [T, H] -> [T, H]: attention, or what stands in for it."""
+
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""What works on single tokens, [T, H] -> [T, H]: an MLP, or a mixture of experts."""
+
+
+class PreNormLayer:
+    """x += mixer(norm(x)); x += mlp(norm(x))"""
+
+    def __init__(self, mixer_norm: RMSNorm, mixer: Mixer, mlp_norm: RMSNorm, mlp: FeedForward) -> None:
+        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice -> [T, H] twice"""
+        x, residual = self.mixer_norm.add(x, residual)
+        x = self.mixer(x, batch)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
 
 class Decoder:
     """A stack of layers between embedding and head."""

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from ..batch import ForwardBatch
 from ..layers.builder import LayerBuilder
 from ..layers.self_attention import SelfAttention
-from .decoder import Decoder
+from .decoder import Decoder, FeedForward, PreNormLayer
 
 
-class LlamaLayer:
+def dense_mlp(build: LayerBuilder, index: int) -> FeedForward:
+    """The gated MLP of layer `index`."""
+    return build.mlp(f"model.layers.{index}.mlp.")
+
+
+class LlamaLayer(PreNormLayer):
     """x += attention(norm(x)); x += mlp(norm(x))"""
 
-    def __init__(self, build: LayerBuilder, index: int, *, head_norms: bool = False) -> None:
+    def __init__(
+        self,
+        build: LayerBuilder,
+        index: int,
+        *,
+        head_norms: bool = False,
+        make_mlp: Callable[[LayerBuilder, int], FeedForward] = dense_mlp,
+    ) -> None:
         p = f"model.layers.{index}."
         config = build.model.layers[index].attention
         assert config is not None
-        self.input_layernorm = build.norm(f"{p}input_layernorm")
         norms = {n: build.norm(f"{p}self_attn.{n}") for n in ("q_norm", "k_norm")} if head_norms else {}
-        self.self_attn = SelfAttention(build, index, config, **norms)
-        self.post_attention_layernorm = build.norm(f"{p}post_attention_layernorm")
-        self.mlp = build.mlp(f"{p}mlp.")
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] twice -> [T, H] twice"""
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        super().__init__(
+            build.norm(f"{p}input_layernorm"),
+            SelfAttention(build, index, config, **norms),
+            build.norm(f"{p}post_attention_layernorm"),
+            make_mlp(build, index),
+        )
 
 
 def build(builder: LayerBuilder) -> Decoder:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from ..values import shown
 from .base import TensorInfo
-from .gguf_config import architecture, build_config, read_shape, unused_keys
+from .files import FileStamp, identity_of, open_regular
+from .gguf_config import Shape, architecture, build_config, read_shape, unused_keys
 from .gguf_header import GgufTensor, read_header
 from .gguf_metadata import Metadata
 from .gguf_tensors import ROPE_FACTORS, TensorReader, Weight, map_tensors
 from .gguf_tokenizer import tokenizer_config, tokenizer_json
 from .gguf_vocab import Vocab, read_vocab
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _SAMPLING = {
     "temp": "temperature",
@@ -30,86 +32,58 @@ _SAMPLING = {
 _TEMPLATE_PREFIX = "tokenizer.chat_template."
 
 
+@dataclass(eq=False)
 class GgufSource:
-    """An opened GGUF file (see Source). Quantised tensors come out as float32; only the rows asked for are read."""
+    """A Source over a GGUF file. Quantised tensors come out as float32; only the rows asked for are read."""
 
-    def __init__(
-        self,
-        label: str,
-        path: Path,
-        fd: int,
-        weights: Mapping[str, Weight],
-        config: Mapping[str, Any],
-        files: Mapping[str, bytes],
-        notes: Sequence[str],
-    ) -> None:
-        self.label = label
-        self.config = config
-        self.files = files
-        self.tensors: Mapping[str, TensorInfo] = {name: weight.info for name, weight in weights.items()}
-        self.notes = notes
-        self.fingerprint: str | None = None
-        self._path = path
-        self._fd = fd
-        self._weights = weights
-        self._reader = TensorReader(fd, label)
+    label: str
+    path: Path
+    config: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    tensors: Mapping[str, TensorInfo]
+    notes: Sequence[str]
+    weights: Mapping[str, Weight]
+    stamp: FileStamp
+    fingerprint: str | None = None
+    has_weights: bool = True
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a tensor seen as [shape[0], product of the rest]; raises CheckpointError."""
-        return self._reader.rows(self._weights[name], start, stop)
+        return TensorReader(self.path, self.stamp).rows(self.weights[name], start, stop)
 
     def identity(self) -> str:
-        """Path, inode, size and mtime of the opened file, as they are now."""
-        status = os.fstat(self._fd)
-        return f"{self._path}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+        """A digest of the file's path, inode, size and mtime, as they were when it was opened."""
+        return identity_of({str(self.path.absolute()): self.stamp})
 
     def close(self) -> None:
-        """Close the file; what was read stays valid."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1  # a number that no later file can have
-            self._reader = TensorReader(-1, self.label)
+        """Nothing is held open."""
 
 
 def open_gguf(path: Path, label: str) -> GgufSource:
-    """Open a GGUF file and check its header, its tensors' names, types and places, and its tokenizer.
+    """Open a GGUF file and check its header, its tensors' names, types and places, and its vocabulary.
 
-    Raises CheckpointError, naming `label` and the reason, for a file that is not a complete GGUF model of a supported
-    architecture.
+    Raises CheckpointError, naming `path` and the reason, for a file that is not a complete GGUF model of a supported
+    architecture. Asking for `files["tokenizer.json"]` builds it, and raises CheckpointError when that fails.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make this wait
-    except OSError as error:
-        raise CheckpointError(f"{label}: cannot be opened: {error.strerror}", "check the path") from None
-    try:
-        return _open(fd, path, label)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _open(fd: int, path: Path, label: str) -> GgufSource:
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{label}: this is not a file", "give a .gguf file")
-        with open(fd, "rb", buffering=1 << 20, closefd=False) as file:
-            metadata, stored = read_header(file, status.st_size, label)
-    except OSError as error:
-        raise CheckpointError(f"{label}: cannot be read: {error.strerror}", "check the disk and the file") from None
+    with open_regular(path) as (fd, stamp), open(fd, "rb", buffering=1 << 20, closefd=False) as file:
+        try:
+            metadata, stored = read_header(file, stamp.size, str(path))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}", "check the disk") from None
     _refuse_splits(metadata)
     name, arch = architecture(metadata)
     shape = read_shape(metadata, name, len(stored))
     weights = map_tensors(arch, stored, shape.head_dim, shape.num_layers, metadata)
-    factors = _rope_factors(TensorReader(fd, label), stored) if arch.interleaved_heads else None
+    factors = _rope_factors(TensorReader(path, stamp), stored, shape, metadata) if arch.rope_factors else None
     config = build_config(metadata, name, shape, weights, factors)
     vocab, notes = read_vocab(metadata)
     if len(vocab.tokens) > config["vocab_size"]:
         raise metadata.error(f"{len(vocab.tokens)} tokens, but only {config['vocab_size']} rows in 'token_embd.weight'")
     config |= {f"{role}_token_id": vocab.special[role] for role in ("bos", "eos", "pad") if role in vocab.special}
     files = _small_files(metadata, config, vocab, notes)
-    notes += [f"metadata {key} is not used" for key in unused_keys(metadata, name)]
-    return GgufSource(label, path.absolute(), fd, weights, config, files, notes)
+    notes += [f"metadata {shown(key)} is not used" for key in unused_keys(metadata, name)]
+    tensors = {name: weight.info for name, weight in weights.items()}
+    return GgufSource(label, path, config, files, tensors, notes, weights, stamp)
 
 
 def _refuse_splits(metadata: Metadata) -> None:
@@ -121,13 +95,16 @@ def _refuse_splits(metadata: Metadata) -> None:
         )
 
 
-def _rope_factors(reader: TensorReader, stored: Mapping[str, GgufTensor]) -> np.ndarray | None:
-    """The values of rope_freqs.weight."""
+def _rope_factors(
+    reader: TensorReader, stored: Mapping[str, GgufTensor], shape: Shape, metadata: Metadata
+) -> np.ndarray | None:
+    """The values of rope_freqs.weight, one a pair of dimensions that rotate together."""
     tensor = stored.get(ROPE_FACTORS)
     if tensor is None:
         return None
-    info = TensorInfo(tensor.name, "F32", tensor.shape)
-    return reader.rows(Weight(info, tensor), 0, tensor.shape[0])
+    if tensor.shape != (shape.head_dim // 2,):
+        raise metadata.error(f"tensor {ROPE_FACTORS!r} has shape {list(tensor.shape)}, not [{shape.head_dim // 2}]")
+    return reader.rows(Weight(TensorInfo(tensor.name, "F32", tensor.shape), tensor), 0, tensor.shape[0])
 
 
 def _small_files(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab, notes: list[str]) -> Mapping[str, bytes]:
@@ -140,7 +117,8 @@ def _small_files(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab, no
     if "tokenizer.chat_template" in metadata:
         files["chat_template.jinja"] = metadata.text("tokenizer.chat_template").encode()
     notes += [
-        f"{key} is left out: only the default chat template is used" for key in metadata.unasked(_TEMPLATE_PREFIX)
+        f"{shown(key)} is left out: only the default chat template is used"
+        for key in metadata.unasked(_TEMPLATE_PREFIX)
     ]
     return _Files(files, {"tokenizer.json": lambda: tokenizer_json(vocab, metadata).encode()})
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..values import shown
 from .gguf_metadata import Metadata
 from .gguf_tensors import ARCHS, ROPE_FACTORS, Arch, Weight
 
@@ -56,10 +57,10 @@ def architecture(metadata: Metadata) -> tuple[str, Arch]:
     """`general.architecture` and what is known of it; raises CheckpointError for one that cannot be read."""
     kind = metadata.text("general.type", "model")
     if kind != "model":
-        raise metadata.error(f"this is a GGUF {kind}, not a model", "give the file of the language model")
+        raise metadata.error(f"this is a GGUF {shown(kind)}, not a model", "give the file of the language model")
     name = metadata.text("general.architecture")
     if name not in ARCHS:
-        raise metadata.error(f"GGUF architecture {name!r} is not supported", f"supported: {', '.join(ARCHS)}")
+        raise metadata.error(f"GGUF architecture {shown(name)} is not supported", f"supported: {', '.join(ARCHS)}")
     return name, ARCHS[name]
 
 
@@ -160,7 +161,7 @@ def _rope_scaling(metadata: Metadata, arch: str) -> dict[str, Any] | None:
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return None
     if kind not in ("linear", "yarn"):
-        raise metadata.error(f"{prefix}.type {kind!r} is not supported", "supported: none, linear, yarn")
+        raise metadata.error(f"{prefix}.type {shown(kind)} is not supported", "supported: none, linear, yarn")
     if factor < 1:
         raise metadata.error(f"{prefix}.factor is {factor:g}, must be at least 1")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
@@ -181,7 +182,7 @@ def _llama3_scaling(metadata: Metadata, factors: np.ndarray, head_dim: int, thet
     """
     factors = factors.ravel().astype(np.float64)
     factor = float(factors[-1])
-    fits = len(factors) == head_dim // 2 and math.isfinite(factor) and factor >= 1
+    fits = math.isfinite(factor) and factor >= 1
     if not fits or not np.allclose(factors, _llama3_factors(head_dim, theta, factor), rtol=1e-4, atol=0):
         raise metadata.error(
             f"the frequencies in {ROPE_FACTORS} are not those of a llama3 scaling with low_freq_factor 1, "

@@ -17,6 +17,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from ..errors import CheckpointError
+from ..values import shown
+from .files import DOWNLOAD_AGAIN, wrong_content
 from .gguf_metadata import CONVERT_AGAIN, Metadata
 
 _VERSIONS = (2, 3)
@@ -27,7 +29,6 @@ _MAX_HEADER = 1 << 30
 _MAX_DIMS = 4
 _MIN_ENTRY_BYTES = 8 + 4 + 1  # an empty key, a type and the smallest value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type and an offset
-_DOWNLOAD_AGAIN = "download or copy the file again and compare its size and sha256"
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -65,13 +66,13 @@ class GgufTensor:
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
-def read_header(file: BinaryIO, size: int, label: str) -> tuple[Metadata, Mapping[str, GgufTensor]]:
+def read_header(file: BinaryIO, size: int, where: str) -> tuple[Metadata, Mapping[str, GgufTensor]]:
     """Metadata and tensors (by GGUF name) of an open file of `size` bytes, positioned at its start.
 
-    Raises CheckpointError, naming `label` and the reason, for anything but a complete little-endian GGUF version 2 or
+    Raises CheckpointError, starting with `where`, for anything but a complete little-endian GGUF version 2 or
     3: another format, a cut file, counts or lengths that cannot be true, duplicates, tensors that overlap.
     """
-    cursor = _Cursor(file, size, label)
+    cursor = _Cursor(file, size, where)
     _check_format(cursor)
     num_tensors, num_entries = cursor.u64(), cursor.u64()
     least = num_tensors * _MIN_TENSOR_BYTES + num_entries * _MIN_ENTRY_BYTES
@@ -79,7 +80,7 @@ def read_header(file: BinaryIO, size: int, label: str) -> tuple[Metadata, Mappin
         raise cursor.error(
             f"the header states {num_entries} metadata entries and {num_tensors} tensors in {size} bytes"
         )
-    metadata = Metadata(label, _read_metadata(cursor, num_entries))
+    metadata = Metadata(where, _read_metadata(cursor, num_entries))
     alignment = metadata.integer("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if alignment == 0 or alignment & (alignment - 1) or alignment > 1 << 20:
         raise cursor.error(f"metadata 'general.alignment' must be a power of two, not {alignment}")
@@ -91,14 +92,14 @@ def read_header(file: BinaryIO, size: int, label: str) -> tuple[Metadata, Mappin
 class _Cursor:
     """Reads a file front to back; every read is checked against what is left before anything is allocated."""
 
-    def __init__(self, file: BinaryIO, size: int, label: str) -> None:
+    def __init__(self, file: BinaryIO, size: int, where: str) -> None:
         self._file = file
         self.size = size
         self.position = 0
-        self.label = label
+        self.where = where
 
-    def error(self, message: str, hint: str = _DOWNLOAD_AGAIN) -> CheckpointError:
-        return CheckpointError(f"{self.label}: {message}", hint)
+    def error(self, message: str, hint: str = DOWNLOAD_AGAIN) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {message}", hint)
 
     def take(self, count: int) -> bytes:
         """The next `count` bytes."""
@@ -130,12 +131,14 @@ class _Cursor:
 
 def _check_format(cursor: _Cursor) -> None:
     """Refuse what is not GGUF, by what it is, and the GGUF kinds that cannot be read; leaves the counts next."""
-    if cursor.size == 0:
-        raise cursor.error("the file is empty")
     magic = cursor.take(min(4, cursor.size))
     if magic != b"GGUF":
         start = magic + cursor.take(min(60, cursor.size - cursor.position))
-        raise _not_gguf(cursor, start)
+        if magic in _OLD_MAGICS:
+            raise cursor.error("a ggml file from before GGUF", CONVERT_AGAIN)
+        raise cursor.error(
+            *wrong_content(start) or (f"not a GGUF file, it begins with {shown(start[:8])}", DOWNLOAD_AGAIN)
+        )
     version = cursor.u32()
     if version and version & 0xFFFF == 0:
         raise cursor.error("the file is big-endian", "use the little-endian file of the same model")
@@ -145,24 +148,12 @@ def _check_format(cursor: _Cursor) -> None:
         )
 
 
-def _not_gguf(cursor: _Cursor, start: bytes) -> CheckpointError:
-    if start.startswith(b"version https://git-lfs"):
-        return cursor.error(
-            "this is a Git LFS pointer, not the file itself", "run `git lfs pull`, or download the file"
-        )
-    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        return cursor.error("this is a web page, not a GGUF file", "check the link and download the file again")
-    if start[:4] in _OLD_MAGICS:
-        return cursor.error("this is a ggml file from before GGUF", CONVERT_AGAIN)
-    return cursor.error(f"this is not a GGUF file, it starts with {start[:16]!r}", "give a .gguf file")
-
-
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for _ in range(count):
         key = cursor.string()
         if key in values:
-            raise cursor.error(f"metadata {key!r} is there twice")
+            raise cursor.error(f"metadata {shown(key)} is there twice")
         values[key] = _read_value(cursor, key, cursor.u32())
     return values
 
@@ -174,7 +165,7 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
         return _read_array(cursor, key)
     dtype = _SCALARS.get(kind)  # type: ignore[arg-type]
     if dtype is None:
-        raise cursor.error(f"metadata {key!r} has the unknown type {kind}")
+        raise cursor.error(f"metadata {shown(key)} has the unknown type {kind}")
     value = np.frombuffer(cursor.take(np.dtype(dtype).itemsize), dtype)[0]
     # The shortest decimal that gives the same 32 bits: 1e-05, as the model's config said, not 9.999999747378752e-06.
     return float(str(value)) if dtype == "<f4" else value.item()
@@ -183,12 +174,12 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
 def _read_array(cursor: _Cursor, key: str) -> list[str] | np.ndarray:
     kind, count = cursor.u32(), cursor.u64()
     if count > _MAX_ARRAY:
-        raise cursor.error(f"metadata {key!r} is an array of {count} values: the header is damaged")
+        raise cursor.error(f"metadata {shown(key)} is an array of {count} values: the header is damaged")
     if kind == GGUFValueType.STRING:
         return [cursor.string() for _ in range(count)]
     dtype = _SCALARS.get(kind)  # type: ignore[arg-type]
     if dtype is None:
-        raise cursor.error(f"metadata {key!r} is an array of the unsupported type {kind}")
+        raise cursor.error(f"metadata {shown(key)} is an array of the unsupported type {kind}")
     return np.frombuffer(cursor.take(count * np.dtype(dtype).itemsize), dtype)
 
 
@@ -197,21 +188,21 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     name = cursor.string()
     num_dims = cursor.u32()
     if not 1 <= num_dims <= _MAX_DIMS:
-        raise cursor.error(f"tensor {name!r} has {num_dims} dimensions")
+        raise cursor.error(f"tensor {shown(name)} has {num_dims} dimensions")
     shape = tuple(cursor.u64() for _ in range(num_dims))[::-1]
     kind, offset = cursor.u32(), cursor.u64()
     try:
         tensor_type = GGMLQuantizationType(kind)
     except ValueError:
         raise cursor.error(
-            f"tensor {name!r} has the unknown type number {kind}",
+            f"tensor {shown(name)} has the unknown type number {kind}",
             "use another quantisation of the model, such as Q4_K_M",
         ) from None
     block, block_bytes = GGML_QUANT_SIZES[tensor_type]
     if min(shape) == 0 or shape[-1] % block:
-        raise cursor.error(f"tensor {name!r} has shape {list(shape)}, which {tensor_type.name} cannot have")
+        raise cursor.error(f"tensor {shown(name)} has shape {list(shape)}, which {tensor_type.name} cannot have")
     if offset % alignment:
-        raise cursor.error(f"tensor {name!r} starts at {offset}, which is not a multiple of {alignment}")
+        raise cursor.error(f"tensor {shown(name)} starts at {offset}, which is not a multiple of {alignment}")
     return GgufTensor(name, tensor_type, shape, offset, shape[-1] // block * block_bytes)
 
 
@@ -220,14 +211,14 @@ def _place(tensors: list[GgufTensor], data_start: int, cursor: _Cursor) -> dict[
     placed: dict[str, GgufTensor] = {}
     for t in tensors:
         if t.name in placed:
-            raise cursor.error(f"tensor {t.name!r} is there twice")
+            raise cursor.error(f"tensor {shown(t.name)} is there twice")
         end = data_start + t.offset + t.nbytes
         if end > cursor.size:
             raise cursor.error(
-                f"tensor {t.name!r} ends at byte {end}, but the file has only {cursor.size}: it was cut short"
+                f"tensor {shown(t.name)} ends at byte {end}, but the file has only {cursor.size}: it was cut short"
             )
         placed[t.name] = GgufTensor(t.name, t.type, t.shape, data_start + t.offset, t.row_bytes)
     for a, b in pairwise(sorted(placed.values(), key=lambda t: t.offset)):
         if a.offset + a.nbytes > b.offset:
-            raise cursor.error(f"tensors {a.name!r} and {b.name!r} overlap")
+            raise cursor.error(f"tensors {shown(a.name)} and {shown(b.name)} overlap")
     return placed

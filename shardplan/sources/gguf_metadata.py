@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..errors import CheckpointError
+from ..values import is_finite_number, shown
 
 CONVERT_AGAIN = "convert the model again with a current llama.cpp, or use the original checkpoint"
 
@@ -20,8 +20,8 @@ class Metadata:
     CheckpointError naming the file, the key and the value when the key is missing or has another type.
     """
 
-    def __init__(self, label: str, values: Mapping[str, Any]) -> None:
-        self.label = label
+    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
+        self.where = where
         self._values = values
         self._asked: set[str] = set()
 
@@ -31,7 +31,7 @@ class Metadata:
 
     def error(self, message: str, hint: str = CONVERT_AGAIN) -> CheckpointError:
         """A CheckpointError about this file."""
-        return CheckpointError(f"{self.label}: {message}", hint)
+        return CheckpointError(f"{self.where}: {message}", hint)
 
     def unasked(self, prefix: str) -> list[str]:
         """Keys under `prefix` that no accessor was asked for."""
@@ -61,7 +61,7 @@ class Metadata:
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number; without `default` the key must be there."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_finite_number(value):
             raise self._wrong(key, value, "a finite number")
         return float(value)
 
@@ -112,5 +112,5 @@ class Metadata:
         return value
 
     def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        shown = f"an array of {len(value)}" if isinstance(value, list | np.ndarray) else f"{value!r:.60}"
-        return self.error(f"metadata {key!r} must be {wanted}, not {shown}")
+        found = f"an array of {len(value)}" if isinstance(value, list | np.ndarray) else shown(value)
+        return self.error(f"metadata {key!r} must be {wanted}, not {found}")

@@ -5,18 +5,20 @@ llama.cpp's converter renames tensors and changes some of their values; both are
 
 from __future__ import annotations
 
-import os
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from ..dtypes import numpy_dtype
 from ..errors import CheckpointError
+from ..values import shown
 from .base import TensorInfo
+from .files import FileStamp, open_regular, read_bytes, read_rows
 from .gguf_header import GgufTensor
 from .gguf_metadata import Metadata
 
@@ -58,7 +60,8 @@ class Arch:
     """A `general.architecture`: the Hugging Face class that reads its tensors, and what the converter did to them.
 
     `weights` and `biases` map the block tensors it may have. With `interleaved_heads` the rows of a q or k head are
-    stored in the order in which llama.cpp rotates them; with `norms_plus_one` norm weights are stored as 1 + weight.
+    stored in the order in which llama.cpp rotates them; with `norms_plus_one` norm weights are stored as 1 + weight;
+    with `rope_factors` the rotation may be scaled by a tensor.
     """
 
     architecture: str
@@ -67,6 +70,7 @@ class Arch:
     biases: Mapping[str, str] = field(default_factory=dict)
     interleaved_heads: bool = False
     norms_plus_one: bool = False
+    rope_factors: bool = False
 
     def block_names(self) -> dict[str, str]:
         """GGUF name within a block -> Hugging Face name within a layer."""
@@ -79,7 +83,12 @@ _QKV = {name: _ATTENTION[name] for name in ("attn_q", "attn_k", "attn_v")}
 
 ARCHS = {
     "llama": Arch(
-        "LlamaForCausalLM", "llama", _PRE_NORMS | _ATTENTION | _MLP, _ATTENTION | _MLP, interleaved_heads=True
+        "LlamaForCausalLM",
+        "llama",
+        _PRE_NORMS | _ATTENTION | _MLP,
+        _ATTENTION | _MLP,
+        interleaved_heads=True,
+        rope_factors=True,
     ),
     "qwen2": Arch("Qwen2ForCausalLM", "qwen2", _PRE_NORMS | _ATTENTION | _MLP, _QKV),
     "qwen3": Arch("Qwen3ForCausalLM", "qwen3", _PRE_NORMS | _ATTENTION | _HEAD_NORMS | _MLP, _ATTENTION),
@@ -117,12 +126,12 @@ def map_tensors(
         if tensor.type not in checked:
             _check_type(tensor, metadata)
             checked.add(tensor.type)
-        if tensor.name == ROPE_FACTORS and arch.interleaved_heads:
+        if tensor.name == ROPE_FACTORS and arch.rope_factors:
             continue
         name = _hugging_face_name(tensor.name, block_names, num_layers)
         if name is None:
             raise metadata.error(
-                f"tensor {tensor.name!r} is not one that a {arch.architecture} with {num_layers} layers has",
+                f"tensor {shown(tensor.name)} is not one that a {arch.architecture} with {num_layers} layers has",
                 "this variant of the model cannot be read; use the original checkpoint",
             )
         weights[name] = _weight(arch, name, tensor, head_dim, metadata)
@@ -143,12 +152,14 @@ def _weight(arch: Arch, name: str, tensor: GgufTensor, head_dim: int, metadata: 
     is_norm = name.endswith("norm.weight")
     dims = 1 if is_norm or name.endswith(".bias") else 2
     if len(tensor.shape) != dims:
-        raise metadata.error(f"tensor {tensor.name!r} has shape {list(tensor.shape)}, not {dims} dimensions")
+        raise metadata.error(f"tensor {shown(tensor.name)} has shape {list(tensor.shape)}, not {dims} dimensions")
     interleaved = 0
     if arch.interleaved_heads and (".q_proj." in name or ".k_proj." in name):
         interleaved = head_dim
         if head_dim % 2 or tensor.shape[0] % head_dim:
-            raise metadata.error(f"tensor {tensor.name!r} has {tensor.shape[0]} rows, not whole heads of {head_dim}")
+            raise metadata.error(
+                f"tensor {shown(tensor.name)} has {tensor.shape[0]} rows, not whole heads of {head_dim}"
+            )
     offset = -1.0 if arch.norms_plus_one and is_norm else 0.0
     # A norm less one is exact in f32 only.
     dtype = "F32" if offset else _PLAIN.get(tensor.type, "F32")
@@ -165,17 +176,17 @@ def _check_type(tensor: GgufTensor, metadata: Metadata) -> None:
             dequantize(block, tensor.type)
     except NotImplementedError:
         raise metadata.error(
-            f"tensor {tensor.name!r} has type {tensor.type.name}, which cannot be turned into values",
+            f"tensor {shown(tensor.name)} has type {tensor.type.name}, which cannot be turned into values",
             "use another quantisation of the model, such as Q4_K_M, Q8_0 or BF16",
         ) from None
 
 
 class TensorReader:
-    """Reads rows of weights from an open file, which stays the caller's; errors name `label`."""
+    """Reads rows of weights. The file is open only while it is read, and must stay the one that was checked."""
 
-    def __init__(self, fd: int, label: str) -> None:
-        self._fd = fd
-        self._label = label
+    def __init__(self, path: Path, stamp: FileStamp) -> None:
+        self._path = path
+        self._stamp = stamp
 
     def rows(self, weight: Weight, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a weight seen as [shape[0], product of the rest]: a fresh array of weight.info.dtype.
@@ -195,30 +206,27 @@ class TensorReader:
 
     def _values(self, stored: GgufTensor, start: int, stop: int) -> np.ndarray:
         """Stored rows [start, stop) as values, 2-D."""
+        columns = math.prod(stored.shape[1:])
+        if stored.type in _PLAIN:
+            shape = (stored.shape[0], columns)
+            return read_rows(self._path, self._stamp, stored.offset, _PLAIN[stored.type], shape, (start, stop))
+        if start == stop:
+            return np.empty((0, columns), np.float32)
         if len(stored.shape) == 1:  # one run of elements, each of which counts as a row
-            whole = _decode(self._bytes(stored, 0, 1), stored.type)
-            return whole.reshape(-1, 1)[start:stop].copy()
-        return _decode(self._bytes(stored, start, stop), stored.type)
+            return self._dequantised(stored, 0, 1).reshape(-1, 1)[start:stop].copy()
+        return self._dequantised(stored, start, stop)
 
-    def _bytes(self, stored: GgufTensor, start: int, stop: int) -> np.ndarray:
-        """The bytes of stored rows [start, stop), as [rows, row_bytes].
-
-        Read, not mapped: pages of a mapping would count as this process's memory for as long as it is open.
-        """
-        data = np.empty((stop - start, stored.row_bytes), np.uint8)
-        view = data.data.cast("B") if data.size else memoryview(b"")
-        offset, done = stored.offset + start * stored.row_bytes, 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                reason = f"{self._label}: tensor {stored.name!r} cannot be read: {error.strerror}"
-                raise CheckpointError(reason, "check the disk and the file") from None
-            if count == 0:
-                reason = f"{self._label}: tensor {stored.name!r} ends early, the file was cut while it was read"
-                raise CheckpointError(reason, "leave the file alone while it is read, and start again")
-            done += count
-        return data
+    def _dequantised(self, stored: GgufTensor, start: int, stop: int) -> np.ndarray:
+        """Float32 values of the runs [start, stop) along the last dimension of a quantised tensor."""
+        size = (stop - start) * stored.row_bytes
+        with open_regular(self._path) as (fd, now):
+            if now != self._stamp:
+                raise CheckpointError(
+                    f"{self._path}: the file changed while it was read", "run again when it is at rest"
+                )
+            raw = read_bytes(fd, self._path, stored.offset + start * stored.row_bytes, size)
+        with np.errstate(all="ignore"):  # a damaged scale gives Inf or NaN, which whoever takes the values looks for
+            return dequantize(np.frombuffer(raw, np.uint8).reshape(-1, stored.row_bytes), stored.type)
 
 
 def _stored_rows(start: int, stop: int, head_dim: int) -> np.ndarray:
@@ -229,14 +237,3 @@ def _stored_rows(start: int, stop: int, head_dim: int) -> np.ndarray:
     head, within = np.divmod(np.arange(start, stop), head_dim)
     half, i = np.divmod(within, head_dim // 2)
     return head * head_dim + 2 * i + half
-
-
-def _decode(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Values of raw rows [n, row_bytes]."""
-    if kind in _PLAIN:
-        return data.view(numpy_dtype(_PLAIN[kind]))
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if len(data) == 0:
-        return np.empty((0, data.shape[1] // block_bytes * block), np.float32)
-    with np.errstate(all="ignore"):  # a damaged scale gives Inf or NaN, which whoever takes the values looks for
-        return dequantize(data, kind)

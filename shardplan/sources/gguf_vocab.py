@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from gguf.constants import TokenType
 
+from ..values import shown
 from .gguf_metadata import Metadata
 
 _MAX_TOKEN_LENGTH = 1024
@@ -118,7 +119,7 @@ def read_vocab(metadata: Metadata) -> tuple[Vocab, list[str]]:
     notes: list[str] = []
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise metadata.error(f"tokenizer {kind!r} is not supported", "supported: gpt2 (byte-level BPE), llama")
+        raise metadata.error(f"tokenizer {shown(kind)} is not supported", "supported: gpt2 (byte-level BPE), llama")
     tokens = _read_tokens(metadata)
     types = _read_types(metadata, tokens)
     special = _read_special(metadata, types, _SENTENCEPIECE_DEFAULTS if kind == "llama" else {})
@@ -147,7 +148,7 @@ def _read_tokens(metadata: Metadata) -> list[str]:
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
         double = next(token for token in tokens if token in seen or seen.add(token))
-        raise metadata.error(f"token {double!r} is there twice in 'tokenizer.ggml.tokens'")
+        raise metadata.error(f"token {shown(double)} is there twice in 'tokenizer.ggml.tokens'")
     return tokens
 
 
@@ -206,7 +207,7 @@ def _read_pre(metadata: Metadata, notes: list[str]) -> PreTokenizer:
         notes.append(f"{key} is missing: text is cut as llama.cpp does by default, which few models were trained with")
     name = metadata.text(key, "default")
     if name not in PRE_TOKENIZERS:
-        raise metadata.error(f"{key} {name!r} is not supported", f"supported: {', '.join(PRE_TOKENIZERS)}")
+        raise metadata.error(f"{key} {shown(name)} is not supported", f"supported: {', '.join(PRE_TOKENIZERS)}")
     return PRE_TOKENIZERS[name]
 
 

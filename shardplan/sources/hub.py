@@ -77,11 +77,16 @@ def open_hub(repo: str, revision: str | None, *, headers_only: bool) -> Source:
         wanted = sorted(set(index.values()))
     else:
         wanted = [choose_weights_file(snapshot.names(), repo)]
-    if headers_only:
-        if snapshot.has(wanted):
-            return open_hub(repo, revision, headers_only=False)
-        return _open_headers(snapshot, index, wanted)
-    snapshot.fetch_files(wanted)
+    if snapshot.has(wanted):
+        # A snapshot that was fetched for its headers alone lacks what is not JSON.
+        snapshot = Snapshot.fetch(repo, revision, json_only=False) if headers_only else snapshot
+    else:
+        listing = snapshot.listing()
+        if index is not None:
+            check_files_exist(index, listing.keys(), repo)
+        if headers_only:
+            return _open_headers(snapshot, listing, index, wanted)
+        snapshot.fetch_files(wanted)
     return open_folder(snapshot.folder, repo, fingerprint_of(snapshot.known_sha256(wanted)))
 
 
@@ -159,11 +164,11 @@ class Snapshot:
         return found
 
 
-def _open_headers(snapshot: Snapshot, index: Mapping[str, str] | None, wanted: Sequence[str]) -> HubHeadersSource:
+def _open_headers(
+    snapshot: Snapshot, listing: Mapping[str, HubFile], index: Mapping[str, str] | None, wanted: Sequence[str]
+) -> HubHeadersSource:
     """Fetch and check the headers of the files `wanted` by range requests."""
-    repo, listing = snapshot.repo, snapshot.listing()
-    if index is not None:
-        check_files_exist(index, listing.keys(), repo)
+    repo = snapshot.repo
     small = read_small_files(snapshot.folder)
     held = _fetch_headers(snapshot, {name: listing[name] for name in wanted})
     if index is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from mgtp.runtime.blocks import SCRATCH_BLOCK, BlockPool
@@ -16,10 +17,10 @@ def request(name: str, prompt: int, output: int) -> Request:
     return Request(name, list(range(prompt)), SamplingParams(max_tokens=output), [])
 
 
-def make(num_blocks=(20,), windows=(None,), block_size=4, max_num_seqs=4, max_batch_tokens=16) -> Scheduler:
+def make(num_blocks=(20,), windows=(None,), block_size=4, max_num_seqs=4, max_batch_tokens=16, **options) -> Scheduler:
     groups = [CacheGroup(window, (i,)) for i, window in enumerate(windows)]
     pools = [BlockPool(g, n, block_size) for g, n in zip(groups, num_blocks, strict=True)]
-    return Scheduler(pools, max_num_seqs, max_batch_tokens)
+    return Scheduler(pools, max_num_seqs, max_batch_tokens, **options)
 
 
 def run_step(scheduler: Scheduler) -> list:
@@ -36,10 +37,12 @@ def run_step(scheduler: Scheduler) -> list:
 
 
 def check_ownership(scheduler: Scheduler) -> None:
-    """Every block is free or in exactly one table; waiting sequences own nothing."""
+    """Every block is free, or in as many tables as it has holders; waiting sequences hold nothing."""
     for g, pool in enumerate(scheduler.pools):
-        owned = [b for s in scheduler.running for b in s.tables[g] if b != SCRATCH_BLOCK]
-        assert sorted(owned + pool._free) == list(range(1, pool.num_blocks))
+        held = Counter(b for s in scheduler.running for b in s.tables[g] if b != SCRATCH_BLOCK)
+        assert all(pool.holders(b) == count for b, count in held.items())
+        assert sorted([*held, *pool._free]) == list(range(1, pool.num_blocks))
+        assert scheduler.prefix_caching or set(held.values()) <= {1}
     assert all(not any(s.tables) and s.slot == -1 for s in scheduler.waiting)
     slots = [s.slot for s in scheduler.running]
     assert len(set(slots)) == len(slots)
@@ -110,12 +113,74 @@ def test_abort_frees_at_once_and_unknown_ids_are_ignored():
     assert [s.request.id for s in scheduler.running] == ["a", "c"]
 
 
+def tokens_at(scheduled) -> int:
+    return scheduled.step.start
+
+
+def test_a_shared_beginning_is_computed_once():
+    scheduler = make(num_blocks=(40,), max_batch_tokens=100, prefix_caching=True)
+    scheduler.add(request("first", 22, 3))
+    run_step(scheduler)
+    scheduler.add(request("same", 22, 3))
+    assert {s.sequence.request.id: tokens_at(s) for s in run_step(scheduler)} == {"first": 22, "same": 20}
+    while scheduler.has_work:
+        run_step(scheduler)
+    scheduler.add(request("later", 30, 3))
+    assert tokens_at(run_step(scheduler)[0]) == 20
+
+
+def test_blocks_of_the_same_step_are_not_shared():
+    """They are only being written: a layer's reads and writes would have to be ordered within the step."""
+    scheduler = make(num_blocks=(40,), max_batch_tokens=100, prefix_caching=True)
+    scheduler.add(request("a", 12, 1))
+    scheduler.add(request("b", 12, 1))
+    assert [tokens_at(s) for s in run_step(scheduler)] == [0, 0]
+
+
+def test_a_different_beginning_shares_nothing_though_a_later_block_is_equal():
+    scheduler = make(num_blocks=(40,), max_batch_tokens=100, prefix_caching=True)
+    scheduler.add(request("a", 12, 1))
+    run_step(scheduler)
+    scheduler.add(Request("b", [99, *range(1, 12)], SamplingParams(max_tokens=1), []))
+    assert tokens_at(run_step(scheduler)[0]) == 0
+
+
+def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token():
+    scheduler = make(num_blocks=(40,), max_batch_tokens=100, prefix_caching=True)
+    for name in ("a", "b"):
+        scheduler.add(request(name, 16, 1))
+        step = run_step(scheduler)[0].step
+        assert step.sample
+    assert (step.start, step.num_tokens) == (12, 4)
+
+
+def test_answers_are_found_in_the_next_turn():
+    scheduler = make(num_blocks=(40,), max_batch_tokens=100, prefix_caching=True)
+    scheduler.add(request("a", 10, 9))
+    while scheduler.has_work:
+        run_step(scheduler)
+    scheduler.add(Request("b", [*range(10), *[7] * 9, 50], SamplingParams(max_tokens=1), []))
+    assert tokens_at(run_step(scheduler)[0]) == 16
+
+
+def test_cached_blocks_give_way_when_room_is_needed():
+    scheduler = make(num_blocks=(8,), max_batch_tokens=100, prefix_caching=True)
+    scheduler.add(request("a", 20, 1))
+    run_step(scheduler)
+    scheduler.add(Request("b", [5] * 27, SamplingParams(max_tokens=1), []))
+    run_step(scheduler)
+    assert not scheduler.has_work
+    scheduler.add(request("a", 20, 1))
+    assert tokens_at(run_step(scheduler)[0]) == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_joins_aborts_and_preemptions_leak_nothing(seed):
+def test_random_joins_aborts_and_preemptions_leak_nothing(seed, prefix_caching):
     rng = random.Random(seed)
     windows = rng.choice([(None,), (8,), (None, 8), (None, 5, 12)])
     size = rng.choice([1, 4]) if windows == (8,) else 4
-    scheduler = make([rng.randint(17, 30) + 12 * (size == 1) for _ in windows], windows, size)
+    scheduler = make([rng.randint(17, 30) + 12 * (size == 1) for _ in windows], windows, size, prefix_caching=prefix_caching)
     alive, finished, added = set(), set(), 0
     for _ in range(400):
         if rng.random() < 0.3:

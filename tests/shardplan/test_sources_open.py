@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mgtp.shardplan import sources
 from mgtp.shardplan.errors import CheckpointError, MgtpError, UsageError
 from mgtp.shardplan.sources import open_source
 
@@ -91,7 +90,3 @@ def test_a_folder_with_a_plan_is_a_shard_set(tmp_path: Path) -> None:
     (folder / "plan.json").write_text("{}")
     with pytest.raises(MgtpError, match=r"plan\.json"):
         open_source(str(folder))
-
-
-def test_the_package_imports_nothing_heavy() -> None:
-    assert sources.open_source is open_source

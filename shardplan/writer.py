@@ -1,0 +1,164 @@
+"""Writing a shard set: atomic, resumable, in one pass over the checkpoint.
+
+    1. claim the folder: nothing is made or changed before the plan, the paths and the free space are known to be fine
+    2. see what an interrupted run has left, and cut its files back to what still has its hash
+    3. one pass over the checkpoint fills all rank files, under temporary names      (pipeline.py)
+    4. final header, size check, fsync; then all files get their names, plan.json last
+
+Files depend on nothing but the checkpoint's content, the options and the version of mgtp: no times, no paths.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .errors import CheckpointError, MgtpError, UsageError
+from .hashing import fingerprint, hash_bytes
+from .journal import Journal, run_key
+from .layout import header_bytes
+from .output_folder import check_paths, claim, clear, sync_folder, write_file
+from .pipeline import write_tensors
+from .plan import PLAN_FILE, FilePlan, ShardPlan, decode_plan, encode_plan
+from .rank_file import RankFile
+from .slicing import source_bytes
+from .sources.base import Source
+
+ProgressCallback = Callable[[int, int], None]
+"""Bytes of the checkpoint that are done, and all of them."""
+
+_FAULTS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EROFS: "name a folder that you can write to",
+    errno.EACCES: "name a folder that you can write to",
+    errno.EPERM: "name a folder that you can write to",
+    errno.EIO: "check the disk",
+}
+
+
+def write_shards(
+    source: Source,
+    plan: ShardPlan,
+    out: Path,
+    *,
+    force: bool = False,
+    progress: ProgressCallback | None = None,
+    threads: int | None = None,
+) -> ShardPlan:
+    """Write the shard set that `plan` describes into `out` and return the plan with all hashes.
+
+    An interrupted run of the same plan and source is continued; `force` replaces an existing shard set. `threads`
+    write (default: one a rank, at most one a core). Raises UsageError for a folder that must not be written to,
+    CheckpointError for weights that are not acceptable, MgtpError when writing fails: the latter can be continued.
+    """
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads} is not positive", "use 1 or more")
+    if not source.has_weights:
+        raise UsageError(f"{source.label}: only its headers were fetched", "open the checkpoint with its weights")
+    check_paths(source.label, out)
+    plan = decode_plan(encode_plan(plan), out / PLAN_FILE)  # a copy: hashes are filled in below
+    key = run_key(plan, source.identity())
+    plan.files = {name: FilePlan(len(content), hash_bytes(content)) for name, content in sorted(source.files.items())}
+    needed = sum(r.bytes for r in plan.ranks) + sum(f.bytes for f in plan.files.values())
+    try:
+        with claim(out, key, needed, plan.tp_size, force=force) as journal:
+            try:
+                _write(source, plan, out, journal, progress or (lambda done, total: None), threads)
+            except CheckpointError:
+                clear(out)  # running again would not help
+                journal.remove()
+                raise
+    except CheckpointError:
+        _remove_if_empty(out)
+        raise
+    except OSError as error:
+        raise _write_failure(error, out) from error
+    sync_folder(out)
+    return plan
+
+
+def _write(
+    source: Source, plan: ShardPlan, out: Path, journal: Journal, progress: ProgressCallback, threads: int | None
+) -> None:
+    threads = threads or min(len(plan.ranks), len(os.sched_getaffinity(0)))
+    files = _open_files(source, plan, out, journal, threads)
+    try:
+        sizes = [source_bytes(source.tensors[group.tensor.name]) for group in files[0].groups]
+        done, total = sum(sizes[: min(file.done for file in files)]), sum(sizes)
+
+        def on_read(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
+        progress(done, total)
+        write_tensors(source, files, journal, threads, on_read)
+        _finish(source, plan, out, files, journal, threads)
+    finally:
+        for file in files:
+            file.close()
+    for name, content in source.files.items():
+        write_file(out / name, content)
+    sync_folder(out)
+    write_file(out / PLAN_FILE, encode_plan(plan))
+
+
+def _open_files(source: Source, plan: ShardPlan, out: Path, journal: Journal, threads: int) -> list[RankFile]:
+    """The rank files, each cut back to what an earlier run has left of it that still has its hash."""
+    records = journal.records
+    if len(records) > len(plan.ranks[0].tensors):
+        raise RuntimeError("the journal has more tensors than the plan")
+    print_known = source.fingerprint is not None or len(records) == len(_names(plan))
+    known = _fingerprint(source, plan, journal) if print_known else ""
+    files = [RankFile(out, rank, header_bytes(rank, plan.tp_size, known)) for rank in plan.ranks]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda file: file.recover([record.ranks[file.plan.rank] for record in records]), files))
+    for file in files:
+        file.open()
+    return files
+
+
+def _finish(
+    source: Source, plan: ShardPlan, out: Path, files: Sequence[RankFile], journal: Journal, threads: int
+) -> None:
+    """Complete the plan, and give all rank files their final headers and names."""
+    plan.fingerprint = _fingerprint(source, plan, journal)
+    for file in files:
+        file.set_hashes([record.ranks[file.plan.rank] for record in journal.records])
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda f: f.finish(header_bytes(f.plan, plan.tp_size, plan.fingerprint)), files))
+    for file in files:
+        file.rename()
+    sync_folder(out)
+
+
+def _fingerprint(source: Source, plan: ShardPlan, journal: Journal) -> str:
+    """What the source says, or made from the journal of all tensors."""
+    if source.fingerprint is not None:
+        return source.fingerprint
+    infos = (source.tensors[name] for name in _names(plan))
+    return fingerprint(zip(infos, (record.source for record in journal.records), strict=True), source.config)
+
+
+def _names(plan: ShardPlan) -> list[str]:
+    """The checkpoint's names of all tensors, in file order."""
+    return [t.name for t in plan.ranks[0].tensors if t.source is not None]
+
+
+def _write_failure(error: OSError, out: Path) -> MgtpError:
+    """One line for what the system says about the output folder."""
+    where = error.filename if isinstance(error.filename, str) else str(out)
+    hint = _FAULTS.get(error.errno or 0, "check the disk")
+    again = ", then run the same command: it continues where it stopped" if out.exists() else ""
+    return MgtpError(f"{where}: cannot be written: {(error.strerror or str(error)).lower()}", hint + again)
+
+
+def _remove_if_empty(out: Path) -> None:
+    try:
+        out.rmdir()
+    except OSError:
+        pass
