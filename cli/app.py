@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -27,6 +28,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+
+COMMANDS = ("generate", "probe_memory")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
@@ -115,8 +118,9 @@ def _fail(message: str, hint: str, code: int, debug: bool) -> int:
 
 
 def _load_commands() -> None:
-    """Import the command modules: each registers itself on `app`."""
-    from . import generate, plan, probe_memory, shard, verify  # noqa: F401
+    """Import the command modules, in the order in which help lists them: each registers itself on `app`."""
+    for name in COMMANDS:
+        import_module(f"{__package__}.{name}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def print_json(document: Any) -> None:
     """Write one JSON document to stdout. Accepts what msgspec encodes: structs, dataclasses, dicts."""
     import msgspec
 
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(document) + b"\n")
     sys.stdout.flush()
 
 

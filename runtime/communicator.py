@@ -61,9 +61,9 @@ class GroupCommunicator:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[size, *tensor.shape] in rank order."""
-        out = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(out, tensor.contiguous(), group=self.group)
-        return out
+        out = tensor.new_empty(self.size * tensor.numel())
+        dist.all_gather_into_tensor(out, tensor.contiguous().view(-1), group=self.group)
+        return out.view(self.size, *tensor.shape)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """`source`'s tensor, in place."""

@@ -153,7 +153,10 @@ class RankWorker:
             BlockPool(group, count, options.block_size)
             for group, count in zip(cache_groups(self.shard_set.model), self.num_blocks, strict=True)
         ]
-        scheduler = Scheduler(pools, options.max_num_seqs, options.max_batch_tokens)
+        model = self.shard_set.model
+        # A prefix can be shared only where its keys do not depend on what follows, and where all state is in blocks.
+        sharable = not model.rope_depends_on_length and all(layer.delta_net is None for layer in model.layers)
+        scheduler = Scheduler(pools, options.max_num_seqs, options.max_batch_tokens, prefix_caching=sharable)
         return Engine(self.runner, scheduler, self.demand.max_model_len, self.link.send_step)
 
     def follow(self) -> None:

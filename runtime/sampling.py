@@ -10,6 +10,7 @@ parallel size is enough) would exchange large stretches of the unit interval.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,7 @@ MAX_ELEMENTS = 1 << 23
 """Logits that are drawn from at once; about 40 bytes of working memory each."""
 
 _MAX_CANDIDATES = 1024  # up to here selecting the largest logits is cheaper than sorting all
+_LIKELIEST = 1 << 40  # the weight of the likeliest token; a vocabulary of 2**22 could not overflow an int64
 _BLOCK = 256  # near the square root of a vocabulary, and a divisor of most
 _MIN_TEMPERATURE = 1e-30  # far below what tells any two logits apart, and a float32
 
@@ -71,7 +73,7 @@ class Sampler:
         """
         batch = self._options(params, logits)
         highest, ids = logits.max(dim=-1)  # the first of equals
-        failed = ~highest.isfinite()
+        failed = (highest - highest) != 0  # not finite, in two kernels
         if batch.adjust is not None:
             logits = batch.adjust(logits, history)
             ids = logits.argmax(dim=-1)
@@ -139,10 +141,10 @@ class _Draws:
         self._seeds = to_device(self._host_seeds, device)
         column = columns(drawn, device)
         self._temperature = column(lambda each: max(each.temperature, _MIN_TEMPERATURE), torch.float32)
-        self._min_p = column(lambda each: each.min_p, torch.float32) if any(each.min_p for each in drawn) else None
+        min_weight = column(lambda each: math.ceil(each.min_p * _LIKELIEST), torch.int64)
+        self._min_weight = min_weight if any(each.min_p for each in drawn) else None
         self._top_k = column(lambda each: min(each.top_k or vocab_size, vocab_size), torch.int64)
-        # At 1 rounding could cut the tail off, hence infinity.
-        self._top_p = column(lambda each: each.top_p if each.top_p < 1 else float("inf"), torch.float64)
+        self._top_p = column(lambda each: each.top_p, torch.float64)
         self._filters = column(lambda each: each.top_k > 0 or each.top_p < 1, torch.bool)
         self._num_candidates = max(
             min(each.top_k or vocab_size, vocab_size) if each.top_k or each.top_p < 1 else 0 for each in drawn
@@ -163,16 +165,25 @@ class _Draws:
         return ids if self._index is None else greedy_ids.index_copy(0, self._index, ids)
 
     def _weights(self, logits: Tensor, rows: slice) -> Tensor:
-        """float32 [R, V]: proportional to the probabilities, 1 for the likeliest token, 0 for those filtered out."""
+        """int64 [R, V]: the probabilities as `weigh` writes them, 0 for the tokens that are filtered out."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scaled = (logits - logits.amax(dim=-1, keepdim=True)).float() / self._temperature[rows]
-        weights = scaled.exp()
+        weights = weigh(scaled)
         if self._num_candidates:
             keep = likeliest(scaled, self._top_k[rows], self._top_p[rows], self._num_candidates)
             weights = weights * (keep | ~self._filters[rows])
-        if self._min_p is not None:
-            weights = weights * (weights >= self._min_p[rows])
+        if self._min_weight is not None:
+            weights = weights * (weights >= self._min_weight[rows])
         return weights
+
+
+def weigh(scaled: Tensor) -> Tensor:
+    """int64: exp of logits less the largest, in units of 2**-40 of the likeliest token.
+
+    Sums of whole numbers are exact, so that they are the same on every device, in every batch and in any order. What
+    is rounded down to nothing adds up to less than one part in a million.
+    """
+    return (scaled.exp() * _LIKELIEST).to(torch.int64)
 
 
 def likeliest(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
@@ -186,48 +197,42 @@ def likeliest(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int)
     else:
         ordered = scaled.sort(dim=-1, descending=True).values
     places = torch.arange(scaled.shape[-1], device=scaled.device)
-    weights = ordered.exp() * (places[: ordered.shape[-1]] < top_k)
-    enough = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    num_kept = 1 + first_beyond(weights, enough.nextafter(enough.new_zeros(())))  # the first sum of at least `enough`
+    weights = weigh(ordered) * (places[: ordered.shape[-1]] < top_k)
+    totals = weights.sum(dim=-1, keepdim=True)
+    enough = torch.minimum((top_p * totals).ceil().to(torch.int64), totals)
+    num_kept = 1 + first_beyond(weights, enough - 1)
     # Values, not positions, say which tokens these are: sorting puts equal ones in no particular order.
     lowest = ordered.gather(-1, num_kept - 1)
     equal = scaled == lowest
     num_equal = num_kept - (ordered > lowest).sum(dim=-1, keepdim=True)
-    return (scaled > lowest) | (equal & (places <= first_beyond(equal, num_equal - 0.5)))
+    return (scaled > lowest) | (equal & (places <= first_beyond(equal, num_equal - 1)))
 
 
 def pick(weights: Tensor, randoms: Tensor) -> Tensor:
-    """The ids int64 [R] that `randoms` [R] in [0, 1) pick from `weights` [R, V], in the order of token ids."""
-    totals = weights.sum(dim=-1, dtype=torch.float64)
-    return first_beyond(weights, (randoms * totals)[:, None])[:, 0]
+    """The ids int64 [R] that `randoms` [R] in [0, 1) pick from `weights` int64 [R, V], in the order of token ids."""
+    totals = weights.sum(dim=-1)
+    targets = torch.minimum((randoms * totals).to(torch.int64), totals - 1)
+    return first_beyond(weights, targets[:, None])[:, 0]
 
 
 def first_beyond(weights: Tensor, targets: Tensor) -> Tensor:
-    """int64 [R, 1]: where the running sum of `weights` [R, N], which are not negative, first exceeds `targets` [R, 1].
+    """int64 [R, 1]: where the running sum of `weights` [R, N], whole numbers, first exceeds `targets` int64 [R, 1].
 
-    The last place with a weight where it never does; never a place without one. Sums are float64. They are taken over
-    blocks first, then within one block, because a running sum over all N is many times slower on a GPU.
+    A target lies from 0 to the sum of all less 1, so there always is such a place, and it has a weight. Blocks are
+    summed up first, then one of them is searched: a running sum over all N is many times slower on a GPU.
     """
-    num_blocks = -(-weights.shape[-1] // _BLOCK)
-    if weights.shape[-1] % _BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, num_blocks * _BLOCK - weights.shape[-1]))
-    blocks = weights.view(-1, num_blocks, _BLOCK)
-    block_sums = blocks.sum(dim=-1, dtype=torch.float64)
-    block, before = _first_beyond(block_sums, targets)
+    if padding := -weights.shape[-1] % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    blocks = weights.unflatten(-1, (-1, _BLOCK))
+    block, before = _first_beyond(blocks.sum(dim=-1), targets)
     inside = blocks.take_along_dim(block[:, :, None], dim=1)[:, 0]
-    return block * _BLOCK + _first_beyond(inside.double(), targets - before)[0]
+    return block * _BLOCK + _first_beyond(inside.to(torch.int64), targets - before)[0]
 
 
 def _first_beyond(weights: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(place, sum before it), both [R, 1], for float64 weights [R, N].
-
-    Sums may differ by rounding from those that the targets were made of: they may all stay below a target, or grow
-    where nothing was added.
-    """
-    present = weights > 0
-    sums = weights.cumsum(dim=-1) * present
-    beyond = (sums > targets) | (sums == sums.amax(dim=-1, keepdim=True))
-    place = (beyond & present).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    """(place, sum before it), both int64 [R, 1], for weights int64 [R, N]."""
+    sums = weights.cumsum(dim=-1)
+    place = (sums > targets).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return place, (sums - weights).gather(-1, place)
 
 

@@ -124,13 +124,13 @@ class ConfigReader:
         value = self.values.get(key)
         return default if value is None else value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A positive integer, or with `least` 0 one that may be zero."""
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"config.json lacks {key!r}", "take config.json from the model's repository")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 40:
-            raise self._bad(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 40:
+            raise self._bad(key, value, "a positive integer" if least else "a positive integer or 0")
         return value
 
     def number(self, key: str, default: float) -> float:

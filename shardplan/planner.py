@@ -66,10 +66,12 @@ def make_plan(source: Source, tp_size: int, dtype: str = "auto", shares: Sequenc
 
     `shares` are the ranks' weights (default: equal). Raises CheckpointError or UsageError.
     """
+    blueprint = match(source)
+    if tp_size > blueprint.model.vocab_size:  # before a list of that length is made
+        raise UsageError(f"--tp-size {tp_size} is more than the model has of anything", "use fewer ranks")
     weights = list(shares) or [1] * tp_size
     if tp_size < 1 or len(weights) != tp_size or min(weights) < 1:
         raise UsageError(f"--tp-size {tp_size} needs as many positive shares, got {shown(weights)}", "use 1, 2, 4, ...")
-    blueprint = match(source)
     axes = model_axes(blueprint.model, weights)
     stored = safetensors_name(dtype if dtype != "auto" else auto_dtype(blueprint))
     _check_conversion(blueprint, stored, source)

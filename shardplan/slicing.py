@@ -22,6 +22,10 @@ WINDOW_BYTES = 8 << 20
 """Bytes of source values that are handled at once; a single row that is larger is one window."""
 
 
+class ValuesError(CheckpointError):
+    """The weights themselves are not acceptable: reading them again would not help."""
+
+
 def windows(info: TensorInfo) -> Iterator[tuple[int, int]]:
     """Half-open row ranges that cover a tensor, each of about WINDOW_BYTES."""
     num_rows = info.shape[0] if info.shape else 1
@@ -57,7 +61,7 @@ def part_of_window(window: np.ndarray, start: int, source: SourceSlice) -> list[
 def convert(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
     """`values` in the safetensors dtype `dtype`, rounded to nearest even; finite values stay finite.
 
-    Raises CheckpointError naming the tensor when a value is too large for `dtype`.
+    Raises ValuesError naming the tensor when a value is too large for `dtype`.
     """
     wanted = numpy_dtype(dtype)
     if values.dtype == wanted:
@@ -65,7 +69,7 @@ def convert(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         converted = values.astype(wanted)
     if not all_finite(converted):
-        raise CheckpointError(
+        raise ValuesError(
             f"{name}: the value {_largest(values):.6g} is too large for {COMMON_NAME[dtype]}",
             "use --dtype bfloat16 or float32, which have a larger range",
         )
@@ -73,9 +77,9 @@ def convert(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 def check_finite(values: np.ndarray, name: str) -> None:
-    """Raise CheckpointError naming the tensor when it holds Inf or NaN."""
+    """Raise ValuesError naming the tensor when it holds Inf or NaN."""
     if not all_finite(values):
-        raise CheckpointError(
+        raise ValuesError(
             f"{name}: holds Inf or NaN", "the weights are damaged: take them from the model's repository again"
         )
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .errors import CheckpointError, MgtpError, UsageError
+from .errors import MgtpError, UsageError
 from .hashing import fingerprint, hash_bytes
 from .journal import Journal, run_key
 from .layout import header_bytes
@@ -24,7 +25,7 @@ from .output_folder import check_paths, claim, clear, sync_folder, write_file
 from .pipeline import write_tensors
 from .plan import PLAN_FILE, FilePlan, ShardPlan, decode_plan, encode_plan
 from .rank_file import RankFile
-from .slicing import source_bytes
+from .slicing import ValuesError, source_bytes
 from .sources.base import Source
 
 ProgressCallback = Callable[[int, int], None]
@@ -38,6 +39,13 @@ _FAULTS = {
     errno.EPERM: "name a folder that you can write to",
     errno.EIO: "check the disk",
 }
+
+
+def default_folder(model: str, tp_size: int) -> Path:
+    """Where a model goes when nothing else was said: <name>-tp<N> in the current folder."""
+    name = Path(os.path.expanduser(model)).resolve().name
+    name = re.sub(r"-tp\d+$", "", name.removesuffix(".gguf"))
+    return Path(f"{name or 'model'}-tp{tp_size}")
 
 
 def write_shards(
@@ -68,11 +76,11 @@ def write_shards(
         with claim(out, key, needed, plan.tp_size, force=force) as journal:
             try:
                 _write(source, plan, out, journal, progress or (lambda done, total: None), threads)
-            except CheckpointError:
-                clear(out)  # running again would not help
+            except ValuesError:
+                clear(out)
                 journal.remove()
                 raise
-    except CheckpointError:
+    except ValuesError:
         _remove_if_empty(out)
         raise
     except OSError as error:
@@ -110,10 +118,8 @@ def _write(
 def _open_files(source: Source, plan: ShardPlan, out: Path, journal: Journal, threads: int) -> list[RankFile]:
     """The rank files, each cut back to what an earlier run has left of it that still has its hash."""
     records = journal.records
-    if len(records) > len(plan.ranks[0].tensors):
-        raise RuntimeError("the journal has more tensors than the plan")
-    print_known = source.fingerprint is not None or len(records) == len(_names(plan))
-    known = _fingerprint(source, plan, journal) if print_known else ""
+    is_known = source.fingerprint is not None or len(records) == len(_names(plan))
+    known = _fingerprint(source, plan, journal) if is_known else ""
     files = [RankFile(out, rank, header_bytes(rank, plan.tp_size, known)) for rank in plan.ranks]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda file: file.recover([record.ranks[file.plan.rank] for record in records]), files))

@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 
+from mgtp.shardplan.sources.gguf import GgufSource, open_gguf
+
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 256, 4, 2, 512, 2
 HEAD_DIM = {"llama": 64, "qwen2": 64, "qwen3": 128, "gemma3": 32}
 CONTEXT = 4096
@@ -27,7 +29,22 @@ def bytes_to_characters() -> dict[int, str]:
 
 def byte_level_vocab(pre: str = "gpt-2") -> dict[str, Any]:
     """Tokenizer metadata of a byte-level BPE: 3 control tokens, 256 bytes, some merges, a user-defined and a pad token."""
-    merges = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "1 2", "12 3", "Ġ Ġ", "t h", "th e", "Ġ the", "Ċ Ċ"]
+    merges = [
+        "h e",
+        "l l",
+        "he ll",
+        "hell o",
+        "Ġ w",
+        "Ġw o",
+        "r l",
+        "1 2",
+        "12 3",
+        "Ġ Ġ",
+        "t h",
+        "th e",
+        "Ġ the",
+        "Ċ Ċ",
+    ]
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_characters().values()]
     tokens += [merge.replace(" ", "") for merge in merges] + ["<think>", "[PAD]"]
     types = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(tokens) - 5)
@@ -47,7 +64,25 @@ def byte_level_vocab(pre: str = "gpt-2") -> dict[str, Any]:
 def sentencepiece_vocab(pieces: Iterable[tuple[str, float, int]] | None = None) -> dict[str, Any]:
     """Tokenizer metadata of a SentencePiece model, from (text, score, type); a small one of its own by default."""
     if pieces is None:
-        words = ["▁", "h", "e", "l", "o", "w", "r", "d", "he", "ll", "hell", "hello", "▁hello", "▁w", "or", "ld", "▁world"]
+        words = [
+            "▁",
+            "h",
+            "e",
+            "l",
+            "o",
+            "w",
+            "r",
+            "d",
+            "he",
+            "ll",
+            "hell",
+            "hello",
+            "▁hello",
+            "▁w",
+            "or",
+            "ld",
+            "▁world",
+        ]
         pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
         pieces += [(f"<0x{i:02X}>", 0.0, 6) for i in range(256)]
         pieces += [(word, -float(i), 1) for i, word in enumerate(words)]
@@ -124,7 +159,7 @@ def write_gguf(
     """Write a tiny GGUF file and return its path.
 
     `metadata` and `tensors` change what the tiny model has; a value of None takes the entry out. `types` stores a
-    tensor in another type: float arrays are quantised, uint8 arrays are raw blocks already.
+    tensor in another type: float32 arrays are converted, others are that type already.
     """
     values = {key: v for key, v in (tiny_metadata(arch) | dict(metadata or {})).items() if v is not None}
     num_tokens = len(values.get("tokenizer.ggml.tokens", [0] * 8))
@@ -136,7 +171,7 @@ def write_gguf(
         if array is None:
             continue
         kind = (types or {}).get(name)
-        if kind is not None and array.dtype != np.uint8:
+        if kind is not None and array.dtype == np.float32:
             array = gguf.quants.quantize(array, kind)
         writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()
@@ -144,6 +179,11 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def open_tiny(folder: Path, arch: str = "llama", **changes: Any) -> GgufSource:
+    """The source of a tiny file that is written with `changes` (see write_gguf)."""
+    return open_gguf(write_gguf(folder / "m.gguf", arch, **changes), "m")
 
 
 def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

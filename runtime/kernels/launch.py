@@ -38,8 +38,20 @@ def num_processors(device: torch.device) -> int:
 
 
 def precision(x: torch.Tensor) -> str:
-    """How tl.dot treats `x`: float32 is computed as such, not as tf32."""
+    """How `dot` treats operands of `x`'s dtype: float32 is computed as such, not as tf32."""
+    if INTERPRETED:
+        return "upcast"  # the interpreter multiplies the bit patterns of bfloat16
     return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """total + a @ b in float32."""
+    if PRECISION == "upcast":
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ...shardplan.config import Attention as AttentionConfig
-from ...shardplan.config import ModelConfig
+from ...shardplan.config import Ffn, ModelConfig
 from ...shardplan.partition import Axis
 from ..communicator import Communicator
 from ..weights import Weights
+from .activation import GatedActivation
 from .linear import ColumnParallelLinear, ParallelLMHead, RowParallelLinear, VocabParallelEmbedding
 from .mlp import GatedMLP
+from .moe import Experts, MixtureOfExperts, Pick, Router
 from .norm import FullWidthNorm, RMSNorm
 
 
@@ -36,15 +38,21 @@ class LayerBuilder:
         weight = self.weights.take(*(f"{name}.weight" for name in names))
         return ColumnParallelLinear(weight, self.weights.take_if_present(*(f"{name}.bias" for name in names)))
 
-    def row(self, name: str) -> RowParallelLinear:
-        """A projection back to the hidden size, summed over ranks."""
-        bias = self.weights.take_if_present(f"{name}.bias")
-        return RowParallelLinear(self.weights.take(f"{name}.weight"), bias, self.communicator)
+    def qkv(self, prefix: str, a: AttentionConfig) -> ColumnParallelLinear:
+        """The input projections of one attention layer as one matrix, packed in the checkpoint or not."""
+        packed = f"{prefix}qkv_proj"
+        names = [packed] if f"{packed}.weight" in self.weights else [f"{prefix}{name}" for name in a.projections]
+        return self.column(*names)
 
-    def norm(self, name: str, *, one_plus: bool = False, cast_first: bool = True) -> RMSNorm:
+    def row(self, name: str) -> RowParallelLinear:
+        """A projection back to the residual stream, summed over ranks and scaled as the model scales its branches."""
+        weight, bias = self.weights.take(f"{name}.weight"), self.weights.take_if_present(f"{name}.bias")
+        return RowParallelLinear(weight, bias, self.communicator, self.model.scales.residual)
+
+    def norm(self, name: str, *, one_plus: bool = False, cast_first: bool = True, power: bool = False) -> RMSNorm:
         """An RMSNorm with the model's epsilon."""
         weight = self.weights.take(f"{name}.weight")
-        return RMSNorm(weight, self.model.norm_eps, one_plus=one_plus, cast_first=cast_first)
+        return RMSNorm(weight, self.model.norm_eps, one_plus=one_plus, cast_first=cast_first, power=power)
 
     def full_width_norm(self, prefix: str, a: AttentionConfig) -> FullWidthNorm:
         """The norm over all query heads, and over all key heads, of one layer: weights cut like the heads."""
@@ -55,21 +63,44 @@ class LayerBuilder:
         return FullWidthNorm(weights, sizes, self.model.norm_eps, is_first_holder, self.communicator)
 
     def mlp(self, prefix: str) -> GatedMLP:
-        """gate, up and down under `prefix`."""
-        gate_up = self.column(f"{prefix}gate_proj", f"{prefix}up_proj")
-        return GatedMLP(gate_up, self.row(f"{prefix}down_proj"), self.model.activation)
+        """gate, up and down under `prefix`; gate and up may be packed in the checkpoint."""
+        packed = f"{prefix}gate_up_proj"
+        names = [packed] if f"{packed}.weight" in self.weights else [f"{prefix}gate_proj", f"{prefix}up_proj"]
+        return GatedMLP(self.column(*names), self.row(f"{prefix}down_proj"), self.model.activation)
+
+    def mixture(
+        self, router: str, experts: str, ffn: Ffn, names: tuple[str, str, str], pick: Pick
+    ) -> MixtureOfExperts:
+        """Experts that the checkpoint holds one by one; `names` are what it calls their gate, up and down."""
+        gate, up, down = names
+        numbers, width, hidden = range(ffn.num_experts), self.size(ffn.axis), self.model.hidden_size
+        gate_up = self.weights.take(*(f"{experts}{e}.{name}.weight" for e in numbers for name in (gate, up)))
+        downs = self.weights.take(*(f"{experts}{e}.{down}.weight" for e in numbers))
+        activation = GatedActivation(self.model.activation)
+        stacks = Experts(gate_up.view(-1, 2 * width, hidden), downs.view(-1, hidden, width), activation)
+        return MixtureOfExperts(Router(self.weights.take(f"{router}.weight"), None, pick), stacks, self.communicator)
 
     def embedding(self) -> VocabParallelEmbedding:
-        """The token embedding."""
-        rows = self.axes["vocab"].ranges[self.communicator.rank]
-        return VocabParallelEmbedding(self.weights.take("model.embed_tokens.weight"), rows, self.communicator)
+        """The token embedding, scaled as the model scales it."""
+        scales = self.model.scales
+        return self.lookup("model.embed_tokens", "vocab", scales.embedding, round_scale=scales.round_embedding)
+
+    def lookup(self, name: str, axis: str, scale: float = 1.0, *, round_scale: bool = False) -> VocabParallelEmbedding:
+        """An embedding that is cut along `axis`; with `round_scale` its factor has the weights' dtype."""
+        weight = self.weights.take(f"{name}.weight")
+        if round_scale:
+            scale = torch.tensor(scale, dtype=weight.dtype).item()
+        return VocabParallelEmbedding(weight, self.axes[axis].ranges[self.communicator.rank], self.communicator, scale)
 
     def head(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
         """The output head: its own weight, or the embedding's when they are tied."""
         weight = embedding.weight if self.model.tie_word_embeddings else self.weights.take("lm_head.weight")
-        return ParallelLMHead(weight, list(self.axes["vocab"].ranges), self.communicator)
+        scales, ranges = self.model.scales, list(self.axes["vocab"].ranges)
+        return ParallelLMHead(
+            weight, ranges, self.communicator, divisor=scales.logit_divisor, softcap=scales.logit_softcap
+        )
 
     def attention_sizes(self, a: AttentionConfig, *, gated: bool = False) -> list[int]:
-        """Columns of q (with its gates, when `gated`), k and v in this rank's fused projection."""
+        """Columns of q (with its gates, when `gated`), k and v in this rank's projection, as far as it has them."""
         q, kv = self.size(a.q_axis) * a.head_dim, self.size(a.kv_axis) * a.head_dim
-        return [2 * q if gated else q, kv, kv]
+        return [2 * q if gated else q, kv, kv][: len(a.projections)]

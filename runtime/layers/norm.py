@@ -36,7 +36,9 @@ class RMSNorm:
             return normed.to(x.dtype)
         if self.cast_first:
             return self.weight * normed.to(x.dtype)
-        return (normed * (self.weight.float() + 1 if self.one_plus else self.weight)).to(x.dtype)
+        if self.one_plus or self.power:
+            return (normed * (self.weight.float() + self.one_plus)).to(x.dtype)
+        return (normed * self.weight).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual): the two steps between blocks, as one so that kernels can fuse them."""

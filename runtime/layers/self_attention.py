@@ -8,7 +8,7 @@ from ...shardplan.config import Attention as AttentionConfig
 from ..batch import ForwardBatch
 from .attention import CachedAttention
 from .builder import LayerBuilder
-from .norm import RMSNorm
+from .norm import FullWidthNorm, RMSNorm
 from .rotary import rotate
 
 Heads = torch.Tensor
@@ -19,7 +19,10 @@ class SelfAttention:
     """Multi-head attention with grouped keys and values.
 
     `q_norm`, `k_norm` and `v_norm` work on single heads: before rotation, or those of q and k after it when
-    `norm_after_rotation` is set. A layer that uses another one's keys and values projects queries only.
+    `norm_after_rotation` is set. `full_norm` works on all heads at once, before rotation. A layer that uses another
+    one's keys and values projects queries only. With `gated`, each query head's projection holds the query and then as
+    many gates, whose sigmoid scales what the head returns. `sinks` [q] are further logits in each head's softmax, which
+    are dropped after it.
     """
 
     def __init__(
@@ -32,26 +35,34 @@ class SelfAttention:
         k_norm: RMSNorm | None = None,
         v_norm: RMSNorm | None = None,
         norm_after_rotation: bool = False,
+        full_norm: FullWidthNorm | None = None,
+        gated: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         p = f"model.layers.{index}.self_attn."
         self.qkv = build.qkv(p, config)
-        self.sizes = build.attention_sizes(config)
+        self.sizes = build.attention_sizes(config, gated=gated)
         self.q_norm, self.k_norm, self.v_norm = q_norm, k_norm, v_norm
-        self.norm_after_rotation = norm_after_rotation
+        self.norm_after_rotation, self.full_norm, self.gated = norm_after_rotation, full_norm, gated
         self.config = config
-        self.attend = CachedAttention(index, config)
+        self.attend = CachedAttention(index, config, sinks)
         self.o_proj = build.row(f"{p}o_proj")
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] -> [T, H]"""
         q, *kv = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(x).split(self.sizes, dim=-1))
+        q, gate = (q[:, 0::2], q[:, 1::2]) if self.gated else (q, None)
+        if self.full_norm is not None:
+            q, kv[0] = self.full_norm(q, kv[0])
         q = self._placed(q, self.q_norm, batch)
-        if not kv:
-            return self.o_proj(self.attend(q, None, None, batch))
-        k = self._placed(kv[0], self.k_norm, batch)
-        # Without a value projection the values are the keys as projected.
+        k, v = self._keys_and_values(kv, batch) if kv else (None, None)
+        out = self.attend(q, k, v, batch)
+        return self.o_proj(out if gate is None else out * torch.sigmoid(gate.flatten(1)))
+
+    def _keys_and_values(self, kv: list[Heads], batch: ForwardBatch) -> tuple[Heads, Heads]:
+        """Keys and values to be cached; without a value projection the values are the keys as projected."""
         v = kv[-1] if self.v_norm is None else self.v_norm(kv[-1])
-        return self.o_proj(self.attend(q, k, v, batch))
+        return self._placed(kv[0], self.k_norm, batch), v
 
     def _placed(self, x: Heads, norm: RMSNorm | None, batch: ForwardBatch) -> Heads:
         """Queries or keys, normed and rotated to their positions."""

@@ -36,6 +36,41 @@ class PreNormLayer:
         return self.mlp(x), residual
 
 
+class PostNormLayer:
+    """x += norm(mixer(x)); x += norm(mlp(x)): the norms come after the sum over ranks"""
+
+    def __init__(self, mixer: Mixer, mixer_norm: RMSNorm, mlp: FeedForward, mlp_norm: RMSNorm) -> None:
+        self.mixer, self.mixer_norm, self.mlp, self.mlp_norm = mixer, mixer_norm, mlp, mlp_norm
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice -> [T, H] twice"""
+        x = x if residual is None else x + residual
+        x = x + self.mixer_norm(self.mixer(x, batch))
+        return self.mlp_norm(self.mlp(x)), x
+
+
+class SandwichLayer:
+    """x += norm(mixer(norm(x))); x += norm(mlp(norm(x))): the outer norms come after the sum over ranks"""
+
+    def __init__(
+        self, mixer_norms: tuple[RMSNorm, RMSNorm], mixer: Mixer, mlp_norms: tuple[RMSNorm, RMSNorm], mlp: FeedForward
+    ) -> None:
+        self.before_mixer, self.after_mixer = mixer_norms
+        self.before_mlp, self.after_mlp = mlp_norms
+        self.mixer, self.mlp = mixer, mlp
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice -> [T, H] twice"""
+        x, residual = self.before_mixer.add(x, residual)
+        x = self.after_mixer(self.mixer(x, batch))
+        x, residual = self.before_mlp.add(x, residual)
+        return self.after_mlp(self.mlp(x)), residual
+
+
 class Decoder:
     """A stack of layers between embedding and head."""
 
@@ -49,8 +84,12 @@ class Decoder:
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The logits [L, V] of the batch's logit rows."""
-        x, residual = self.embed(batch.token_ids), None
+        x, residual = self.begin(batch), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         x, _ = self.norm.add(x[batch.logit_rows], None if residual is None else residual[batch.logit_rows])
         return self.head(x)
+
+    def begin(self, batch: ForwardBatch) -> torch.Tensor:
+        """What the first layer works on: the embeddings [T, H] of the batch's tokens."""
+        return self.embed(batch.token_ids)

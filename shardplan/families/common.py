@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..config import Attention, ConfigReader, Ffn, Layer, ModelConfig, text_config
+from ..config import Attention, ConfigReader, Ffn, Layer, ModelConfig, Scales, text_config
 from ..errors import CheckpointError
-from ..partition import TensorSpec, columns, rows
+from ..partition import TensorSpec, columns, rows, segmented
 from ..rope import parse_rope
 from ..values import shown
 
@@ -48,6 +48,14 @@ def attention(
     )
 
 
+def settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's settings as one flat object, with `defaults` for the keys that its config.json leaves out.
+
+    Released files rely on the class's defaults: a Gemma 3 wrapper need not state how many heads its text model has.
+    """
+    return {**defaults, **text_config(config), "architectures": config.get("architectures")}
+
+
 def model_config(
     config: Mapping[str, Any],
     family: str,
@@ -57,6 +65,8 @@ def model_config(
     tie: bool = False,
     max_position: int = 2048,
     activation: str | None = None,
+    scales: Scales | None = None,
+    extra_axes: tuple[tuple[str, int], ...] = (),
 ) -> ModelConfig:
     """The fields every family has, with the family's defaults for what config.json leaves out."""
     reader = ConfigReader(text_config(config))
@@ -71,6 +81,8 @@ def model_config(
         tie_word_embeddings=reader.flag("tie_word_embeddings", tie),
         layers=tuple(layers),
         text=reader.values,
+        scales=scales or Scales(),
+        extra_axes=extra_axes,
     )
 
 
@@ -115,18 +127,32 @@ def norm(name: str, size: int) -> TensorSpec:
     return TensorSpec(f"{name}.weight", (size,))
 
 
-def projections(prefix: str, a: Attention, hidden: int, *, qkv_bias: bool = False) -> Iterator[TensorSpec]:
-    """q/k/v projections [heads*D, H] by whole heads, adjacent, then their biases, adjacent."""
-    parts = (
-        ("q_proj", a.q_axis, a.num_heads),
-        ("k_proj", a.kv_axis, a.num_kv_heads),
-        ("v_proj", a.kv_axis, a.num_kv_heads),
+def projections(
+    prefix: str, a: Attention, hidden: int, *, qkv_bias: bool = False, gated: bool = False
+) -> Iterator[TensorSpec]:
+    """q/k/v projections [heads*D, H] by whole heads, adjacent, then their biases, adjacent; those that the layer has.
+
+    With `gated` each query head has 2*D rows: its query, then its gates.
+    """
+    d = a.head_dim
+    every = (
+        ("q_proj", a.q_axis, a.num_heads, 2 * d if gated else d),
+        ("k_proj", a.kv_axis, a.num_kv_heads, d),
+        ("v_proj", a.kv_axis, a.num_kv_heads, d),
     )
-    for name, axis, count in parts:
-        yield TensorSpec(f"{prefix}{name}.weight", (count * a.head_dim, hidden), rows(axis, a.head_dim), f"{prefix}qkv")
+    parts = [part for part in every if part[0] in a.projections]
+    for name, axis, count, block in parts:
+        yield TensorSpec(f"{prefix}{name}.weight", (count * block, hidden), rows(axis, block), f"{prefix}qkv")
     if qkv_bias:
-        for name, axis, count in parts:
-            yield TensorSpec(f"{prefix}{name}.bias", (count * a.head_dim,), rows(axis, a.head_dim), f"{prefix}qkv.bias")
+        for name, axis, count, block in parts:
+            yield TensorSpec(f"{prefix}{name}.bias", (count * block,), rows(axis, block), f"{prefix}qkv.bias")
+
+
+def packed_projections(prefix: str, a: Attention, hidden: int) -> Iterator[TensorSpec]:
+    """One qkv_proj [(Hq + 2 Hkv)*D, H], q over k over v: each segment is cut by its heads."""
+    sizes, d = {a.q_axis: a.num_heads, a.kv_axis: a.num_kv_heads}, a.head_dim
+    cut = segmented(0, (a.q_axis, d), (a.kv_axis, d), (a.kv_axis, d), sizes=sizes)
+    yield TensorSpec(f"{prefix}qkv_proj.weight", ((a.num_heads + 2 * a.num_kv_heads) * d, hidden), cut)
 
 
 def output(prefix: str, a: Attention, hidden: int, *, bias: bool = False, name: str = "o_proj") -> Iterator[TensorSpec]:
@@ -146,3 +172,35 @@ def mlp(prefix: str, ffn: Ffn, hidden: int, *, bias: bool = False) -> Iterator[T
     yield TensorSpec(f"{prefix}down_proj.weight", (hidden, ffn.size), columns(ffn.axis))
     if bias:
         yield TensorSpec(f"{prefix}down_proj.bias", (hidden,))
+
+
+def packed_mlp(prefix: str, ffn: Ffn, hidden: int) -> Iterator[TensorSpec]:
+    """One gate_up_proj [2 I, H], gate over up, each half cut by rows; then down [H, I] by columns."""
+    cut = segmented(0, (ffn.axis, 1), (ffn.axis, 1), sizes={ffn.axis: ffn.size})
+    yield TensorSpec(f"{prefix}gate_up_proj.weight", (2 * ffn.size, hidden), cut)
+    yield TensorSpec(f"{prefix}down_proj.weight", (hidden, ffn.size), columns(ffn.axis))
+
+
+def experts(prefix: str, ffn: Ffn, hidden: int, names: tuple[str, str, str]) -> Iterator[TensorSpec]:
+    """The experts of a layer, each cut like an MLP; `names` are what gate, up and down are called.
+
+    gate and up [I, H] of all experts lie one after another, then all downs [H, I]: a rank can view them as stacks
+    [E, 2 I, H] and [E, H, I] of its columns.
+    """
+    gate, up, down = names
+    for e in range(ffn.num_experts):
+        for name in (gate, up):
+            cut, fuse = rows(ffn.axis), f"{prefix}gate_up"
+            yield TensorSpec(f"{prefix}{e}.{name}.weight", (ffn.size, hidden), cut, fuse)
+    for e in range(ffn.num_experts):
+        yield TensorSpec(f"{prefix}{e}.{down}.weight", (hidden, ffn.size), columns(ffn.axis), f"{prefix}down")
+
+
+def expert_ffn(reader: ConfigReader, size: int, num_experts: int, experts_per_token: int) -> Ffn:
+    """The width of each of `num_experts` experts, checked to be enough for what a token uses."""
+    if experts_per_token > num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok {experts_per_token} is more than the {num_experts} experts",
+            "fix config.json",
+        )
+    return Ffn(size, "expert_ffn", num_experts, experts_per_token)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ConfigReader, Ffn, Layer, ModelConfig
-from ..rope import parse_rope
+from ..rope import parse_rope, rope_parameters
 from . import common
 from .olmo2 import tensors
 
@@ -40,13 +40,11 @@ def _rope_by_kind(config: Mapping[str, Any]) -> dict[str, Any]:
     Older files have a flat `rope_scaling` and `rope_theta`: both are for the layers with full attention only. Flat
     `rope_parameters` are ignored.
     """
-    given = config.get("rope_parameters")
-    given = given if isinstance(given, Mapping) else {}
+    rope_parameters(config)  # refuses settings that are no object
+    given = config.get("rope_parameters") or {}
     nested = {k: dict(given[k]) if isinstance(given.get(k), Mapping) else {} for k in _KINDS}
     full = nested["full_attention"]
-    scaling = config.get("rope_scaling")
-    if isinstance(scaling, Mapping):
-        full.update(scaling)
+    full.update(config.get("rope_scaling") or {})
     if config.get("rope_theta") is not None:
         full.setdefault("rope_theta", config["rope_theta"])
     return nested

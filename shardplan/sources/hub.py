@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -111,6 +112,7 @@ class Snapshot:
         """Resolve the revision and fetch the small files and the index; falls back to the cache when offline."""
         from huggingface_hub import snapshot_download
 
+        _progress_on_terminals_only()
         names = [name for name in SMALL_FILES if name.endswith(".json") or not json_only]
         with hub_errors(repo, revision):
             folder = snapshot_download(repo, revision=revision, allow_patterns=[*names, INDEX_FILE])
@@ -184,6 +186,15 @@ def _open_headers(
         stamps=small.stamps,
         commit=snapshot.folder.name,
     )
+
+
+def _progress_on_terminals_only() -> None:
+    """The library draws its bars into files and pipes too, unless it is told not to."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def _fetch_headers(snapshot: Snapshot, files: Mapping[str, HubFile]) -> dict[str, dict[str, HeaderTensor]]:

@@ -83,9 +83,10 @@ def _local_or_network(repo: str, error: Exception) -> CheckpointError:
             f"{repo}: no space left for the download in {constants.HF_HUB_CACHE}",
             "free some space, or set HF_HOME to a larger disk",
         )
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS) or getattr(root, "filename", None) is not None:
         return CheckpointError(
-            f"{repo}: cannot write to the hub cache: {_reason(root)}", "set HF_HOME to a folder of yours"
+            f"{repo}: the hub cache {constants.HF_HUB_CACHE} cannot be used: {_reason(root)}",
+            "set HF_HOME to a folder of yours",
         )
     return CheckpointError(
         f"{repo}: download from {constants.ENDPOINT} failed: {_reason(root)}",

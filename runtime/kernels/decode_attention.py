@@ -1,0 +1,219 @@
+"""Attention of one new token a sequence over the blocked cache, keys split over programs (split-KV, flash-decoding).
+
+A program takes one sequence, one kv head with its G queries, and one of the splits of the cached keys. The last
+program of a head to finish adds up the splits, in their order, so the result does not depend on which one it was.
+With `qkv` the program also norms and rotates its queries, and the last split the new key, which it writes to the
+cache: the step needs no kernel of its own for that.
+
+Online softmax: Milakov and Gimelshein 2018; flash-decoding: Dao et al. 2023. Exponents are to base 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import tanh
+from .launch import dot, launch_options, num_processors, precision, start_dependents, wait_for_inputs
+from .rotary import HeadNorm, Rotation, load_rotated, norm_arguments, norm_flags
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What an attention layer does to its scores: scale, cap (0: none), window (0: none), and sink logits [kv*G]."""
+
+    scale: float
+    cap: float = 0.0
+    window: int = 0
+    sinks: torch.Tensor | None = None
+
+
+@triton.jit
+def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
+    """Raw dot products to exponents of two: scaled, and capped as cap * tanh(s / cap) (Gemma 2)."""
+    scores = scores * scale
+    if CAPPED:
+        scores = cap * tanh(scores / cap)
+    return scores * 1.4426950408889634
+
+
+@triton.jit
+def _decode_attention(
+    q_ptr, k_cache, v_cache, tables, rows, positions, out_ptr, partial, stats, counters,
+    cos_sin, q_weight, k_weight, q_eps, k_eps, sinks, q_stride, table_stride, scale, cap, window,
+    KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, G_DOT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    FUSED: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TOKEN: tl.constexpr,
+    HEAD_NORM: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_dependents(PDL)
+    wait_for_inputs(PDL)
+    s, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d, g = tl.arange(0, D_PAD), tl.arange(0, G_DOT)
+    dtype = k_cache.dtype.element_ty
+    position = tl.load(positions + s)
+    table = tables + tl.load(rows + s).to(tl.int64) * table_stride
+    start = q_ptr + s.to(tl.int64) * q_stride
+    heads = head * G + g
+    angles = cos_sin + (s if BY_TOKEN else position).to(tl.int64) * ROT
+    if FUSED:
+        q = load_rotated(start + heads * D, g < G, angles, q_weight, q_eps, D, D_PAD, ROT, INTERLEAVED,
+                         HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
+    else:
+        q_mask = (g < G)[:, None] & (d < D)[None, :]
+        q = tl.load(start + heads[:, None] * D + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
+
+    # Cached keys [low, high), without the new one when it is still to be written; this split's part [begin, end).
+    high = position + (0 if FUSED else 1)
+    low = tl.maximum(position + 1 - window, 0) if WINDOWED else 0
+    share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), 16) * 16
+    begin = low + split * share
+    end = tl.minimum(begin + share, high)
+    highest = tl.full([G_DOT], float("-inf"), tl.float32)
+    total = tl.zeros([G_DOT], tl.float32)
+    acc = tl.zeros([G_DOT, D_PAD], tl.float32)
+    q_dot = q.to(dtype)
+    for first in range(begin, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        seen = at < end
+        block = tl.load(table + at // SIZE, mask=seen, other=0)
+        slots = ((block.to(tl.int64) * SIZE + at % SIZE) * KV + head) * D
+        mask = seen[:, None] & (d < D)[None, :]
+        k = tl.load(k_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
+        scores = dot(q_dot, tl.trans(k), tl.zeros([G_DOT, BLOCK], tl.float32), PRECISION)
+        exponents = scores_to_exponents(scores, scale, cap, CAPPED)
+        exponents = tl.where(seen[None, :], exponents, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(exponents, 1))
+        weights = tl.exp2(exponents - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        v = tl.load(v_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = dot(weights.to(dtype), v, acc * shrink[:, None], PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+        highest = new_highest
+
+    if FUSED:
+        if split == SPLITS - 1:
+            one = tl.arange(0, 1)
+            k = load_rotated(start + (KV * G + head) * D + one, one == 0, angles, k_weight, k_eps, D, D_PAD, ROT,
+                             INTERLEAVED, HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
+            v = tl.load(start + (KV * G + KV + head) * D + d, mask=d < D, other=0.0)
+            block = tl.load(table + position // SIZE)
+            slot = ((block.to(tl.int64) * SIZE + position % SIZE) * KV + head) * D
+            tl.store(k_cache + slot + one[:, None] + d[None, :], k.to(dtype), mask=(d < D)[None, :])
+            tl.store(v_cache + slot + d, v.to(dtype), mask=d < D)
+            exponent = scores_to_exponents(tl.sum(q * k, 1), scale, cap, CAPPED)
+            new_highest = tl.maximum(highest, exponent)
+            weight = tl.exp2(exponent - new_highest)
+            shrink = tl.exp2(highest - new_highest)
+            acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+            total = total * shrink + weight
+            highest = new_highest
+
+    out_at = out_ptr + s.to(tl.int64) * (KV * G * D) + heads[:, None] * D + d[None, :]
+    out_mask = (g < G)[:, None] & (d < D)[None, :]
+    if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+            new_highest = tl.maximum(highest, sink)
+            acc = acc * tl.exp2(highest - new_highest)[:, None]
+            total = total * tl.exp2(highest - new_highest) + tl.exp2(sink - new_highest)
+        tl.store(out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
+    else:
+        unit = s * KV + head
+        part = (unit * SPLITS + split).to(tl.int64) * G_PAD
+        keep = g < G_PAD
+        tl.store(stats + (part + g) * 2, highest, mask=keep)
+        tl.store(stats + (part + g) * 2 + 1, total, mask=keep)
+        tl.store(partial + (part + g)[:, None] * D_PAD + d[None, :], acc, mask=keep[:, None] & (d >= 0)[None, :])
+        tl.debug_barrier()  # every thread's part is written before one of them counts this program as done
+        if tl.atomic_add(counters + unit, 1, sem="acq_rel") == SPLITS - 1:
+            _add_up_splits(out_ptr, partial, stats, sinks, s, head, KV, G, G_PAD, D, D_PAD, SPLITS, SPLITS_PAD, SINKS)
+            tl.store(counters + unit, 0)
+
+
+@triton.jit
+def _add_up_splits(
+    out_ptr, partial, stats, sinks, s, head,
+    KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one sequence and kv head; reads past L1, which may hold another layer's parts."""
+    i, g, d = tl.arange(0, SPLITS_PAD), tl.arange(0, G_PAD), tl.arange(0, D_PAD)
+    part = (((s * KV + head) * SPLITS + i).to(tl.int64)[:, None]) * G_PAD + g[None, :]
+    mask = (i < SPLITS)[:, None] & (g >= 0)[None, :]
+    highest = tl.load(stats + part * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + part * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    top = tl.max(highest, 0)
+    if SINKS:
+        sink = tl.load(sinks + head * G + g, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    weights = tl.exp2(highest - top[None, :])
+    whole = tl.sum(weights * total, 0)
+    if SINKS:
+        whole += tl.exp2(sink - top)
+    parts = tl.load(partial + part[:, :, None] * D_PAD + d[None, None, :], mask=mask[:, :, None] & (d >= 0)[None, None, :],
+                    other=0.0, cache_modifier=".cg")  # fmt: skip
+    out = tl.sum(parts * weights[:, :, None], 0) / whole[:, None]
+    out_at = out_ptr + s.to(tl.int64) * (KV * G * D) + (head * G + g)[:, None] * D + d[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+MAX_SPLITS = 16
+
+
+def num_splits(sequences: int, kv: int, processors: int) -> int:
+    """Splits that fill the device about twice: a power of two, since they are added up as one tensor."""
+    wanted = max(1, 2 * processors // (sequences * kv))
+    return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1))
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    counters: torch.Tensor,
+    softmax: Softmax,
+    rotation: Rotation | None = None,
+    norms: tuple[HeadNorm, HeadNorm] | None = None,
+    *,
+    splits: int = 0,
+) -> torch.Tensor:
+    """[S, kv*G*D]: attention of each sequence's newest token, at `positions` int32 [S], over the tokens up to it.
+
+    `cache`: keys and values, each [B, S, kv, D]; `rows` int32 [S]: each sequence's row in `table` int32 [R, blocks].
+    Without a rotation `q` is [S, kv*G, D], ready, and its key is in the cache. With one `q` is the projection
+    [S, (kv*G + 2 kv) * D], and the new key and value are written too. `counters` int32, at least S*kv, all zero, and
+    left so; it may be shared by all layers.
+    """
+    k_cache, v_cache = cache
+    size, kv, dim = k_cache.shape[1:]
+    fused, count = rotation is not None, len(q)
+    q = q if fused else q.reshape(count, -1)
+    groups = q.shape[1] // dim // kv - (2 if fused else 0)
+    pad, wide = triton.next_power_of_2(groups), triton.next_power_of_2(dim)
+    out = q.new_empty((count, kv * groups * dim))
+    splits = splits or num_splits(count, kv, num_processors(q.device))
+    scratch = torch.empty(count * kv * splits * pad * (wide + 2), dtype=torch.float32, device=q.device)
+    partial, stats = scratch, scratch[count * kv * splits * pad * wide :]
+    cos_sin = rotation.cos_sin if rotation is not None else scratch
+    block = 64 if wide <= 128 else (32 if wide <= 256 else 16)
+    _decode_attention[(count, kv, splits)](
+        q, k_cache, v_cache, table, rows, positions, out, partial, stats, counters,
+        cos_sin, *norm_arguments(norms, cos_sin), cos_sin if softmax.sinks is None else softmax.sinks,
+        q.stride(0), table.stride(0), softmax.scale, softmax.cap, softmax.window,
+        KV=kv, G=groups, G_PAD=pad, G_DOT=max(16, pad), D=dim, D_PAD=wide, SIZE=size, BLOCK=block,
+        SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits),
+        FUSED=fused, ROT=rotation.cos_sin.shape[1] if rotation is not None else 0,
+        INTERLEAVED=rotation is not None and rotation.interleaved, BY_TOKEN=rotation is not None and rotation.by_token,
+        **norm_flags(norms), WINDOWED=softmax.window > 0, CAPPED=softmax.cap > 0, SINKS=softmax.sinks is not None,
+        PRECISION=precision(q), **launch_options(q, num_warps=4, num_stages=3 if q.element_size() == 2 else 2),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,168 @@
+"""x W^T for few tokens, where the time is that of reading W once: beats cuBLAS on small matrices.
+
+Shapes: T tokens, N output rows of W, K columns. One token: dot products of whole rows, no tensor cores. Several: the
+tensor cores take W's rows as one operand and the tokens, filled up to 16, as the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from . import INTERPRETED
+from .activation import gated, gated_activation
+from .launch import dot, launch_options, precision, prefetch, start_dependents, wait_for_inputs
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel cuts the work: output rows a program, columns at a time, warps, pipeline stages.
+
+    `prefetch`: bytes of each row that are asked for while the kernel before still runs.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+    prefetch: int = 0
+
+
+@triton.jit
+def _row_products(
+    x_ptr, w_ptr, bias_ptr, y_ptr, N,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: y[n] = sum_k x[k] W[n, k]. GATED: W holds N gate rows, then N up rows; y = act(gate) * up."""
+    start_dependents(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    dtype = y_ptr.dtype.element_ty
+    inside = rows < N
+    w_at = w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    mask = inside[:, None] & (columns < K)[None, :]
+    # The first columns are on their way before the input is there.
+    w = tl.load(w_at, mask=mask, other=0.0, eviction_policy="evict_first")
+    u = w
+    if GATED:
+        u = tl.load(w_at + N.to(tl.int64) * K, mask=mask, other=0.0, eviction_policy="evict_first")
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+    total = w.to(tl.float32) * x
+    total_up = u.to(tl.float32) * x if GATED else total
+    for start in tl.static_range(BLOCK, K, BLOCK):
+        mask = inside[:, None] & (start + columns < K)[None, :]
+        w = tl.load(w_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + start + columns, mask=start + columns < K, other=0.0).to(tl.float32)[None, :]
+        total += w.to(tl.float32) * x
+        if GATED:
+            u = tl.load(w_at + N.to(tl.int64) * K + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            total_up += u.to(tl.float32) * x
+    y = tl.sum(total, 1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(total_up, 1)
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + N + rows, mask=inside, other=0.0).to(tl.float32)
+        y = gated(y, up, ACT, dtype)
+    tl.store(y_ptr + rows, y.to(dtype), mask=inside)
+
+
+@triton.jit
+def _tile_products(
+    x_ptr, w_ptr, bias_ptr, y_ptr, T, N,
+    K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to TOKENS tokens: y[t, n] = sum_k x[t, k] W[n, k], ROWS rows a program. GATED as above."""
+    start_dependents(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.arange(0, TOKENS)
+    columns = tl.arange(0, BLOCK)
+    dtype = y_ptr.dtype.element_ty
+    inside, present = rows < N, tokens < T
+    w_row = tl.where(inside, rows, 0).to(tl.int64) * K
+    if PDL:
+        if AHEAD > 0:
+            pieces = tl.arange(0, 8) * (AHEAD // 8)
+            prefetch(w_ptr + w_row[:, None] + pieces[None, :], AHEAD // 8 * (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    wait_for_inputs(PDL)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    total_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    x_at = x_ptr + tokens[None, :] * K + columns[:, None]
+    w_at = w_ptr + w_row[:, None] + columns[None, :]
+    for start in range(0, K, BLOCK):
+        within = start + columns < K
+        x = tl.load(x_at + start, mask=present[None, :] & within[:, None], other=0.0)
+        w = tl.load(w_at + start, mask=within[None, :], other=0.0, eviction_policy="evict_first")
+        total = dot(w, x, total, PRECISION)
+        if GATED:
+            u = tl.load(w_at + N.to(tl.int64) * K + start, mask=within[None, :], other=0.0, eviction_policy="evict_first")
+            total_up = dot(u, x, total_up, PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if HAS_BIAS:
+            total_up += tl.load(bias_ptr + N + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total = gated(total, total_up, ACT, dtype)
+    y_at = y_ptr + tokens[None, :] * N + rows[:, None]
+    tl.store(y_at, total.to(dtype), mask=present[None, :] & inside[:, None])
+
+
+def row_products(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, activation: str = ""
+) -> torch.Tensor:
+    """x [1, K] times weight [N, K] -> [1, N]; with an activation, weight [2 N, K] is gate over up -> [1, N]"""
+    size = weight.shape[0] // 2 if activation else weight.shape[0]
+    y = x.new_empty((1, size))
+    _row_products[(triton.cdiv(size, tiling.rows),)](
+        x, weight, weight if bias is None else bias, y, size,
+        K=weight.shape[1], ROWS=tiling.rows, BLOCK=tiling.columns,
+        HAS_BIAS=bias is not None, GATED=bool(activation), ACT=activation,
+        **launch_options(x, num_warps=tiling.warps),
+    )  # fmt: skip
+    return y
+
+
+def tile_products(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, activation: str = ""
+) -> torch.Tensor:
+    """x [T, K] times weight [N, K] -> [T, N]; with an activation, weight [2 N, K] is gate over up -> [T, N]"""
+    size = weight.shape[0] // 2 if activation else weight.shape[0]
+    tokens = len(x)
+    y = x.new_empty((tokens, size))
+    _tile_products[(triton.cdiv(size, tiling.rows),)](
+        x, weight, weight if bias is None else bias, y, tokens, size,
+        K=weight.shape[1], TOKENS=max(16, triton.next_power_of_2(tokens)), ROWS=tiling.rows, BLOCK=tiling.columns,
+        AHEAD=tiling.prefetch // x.element_size(), HAS_BIAS=bias is not None, GATED=bool(activation), ACT=activation,
+        PRECISION=precision(x), **launch_options(x, num_warps=tiling.warps, num_stages=tiling.stages),
+    )  # fmt: skip
+    return y
+
+
+def choose(tokens: int, rows: int, columns: int, itemsize: int, gated: bool) -> Tiling | None:
+    """The tiling that won on an H200 for such a product (docs/performance.md); None where cuBLAS did."""
+    if tokens == 1:
+        block = min(2048, triton.next_power_of_2(columns)) * 2 // itemsize
+        return Tiling(rows=1 if gated or rows < 8192 else 2, columns=max(16, block), warps=4)
+    return None
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = ""
+) -> torch.Tensor:
+    """x W^T + b [T, N], by the kernel that is fastest for this size; with an activation act(gate) * up [T, N/2]."""
+    rows = weight.shape[0] // 2 if activation else weight.shape[0]
+    tiling = choose(len(x), rows, weight.shape[1], x.element_size(), bool(activation)) if len(x) else None
+    aligned = weight.shape[1] % 8 == 0 and weight.is_contiguous()
+    if tiling is None or not (aligned or INTERPRETED):
+        y = F.linear(x, weight, bias)
+        return gated_activation(y, activation) if activation else y
+    products = row_products if len(x) == 1 else tile_products
+    return products(x.contiguous(), weight, bias, tiling, activation)
