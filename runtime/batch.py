@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..shardplan.rope import Rope
     from .kv_cache import KVCache
     from .layers.rotary import RotaryTables
+    from .state_cache import StateCache
 
 
 @dataclass
@@ -19,8 +20,8 @@ class ForwardBatch:
 
     `query_lens` and `kv_lens` are per sequence: new tokens, and tokens in the cache once they are written. `slots`
     and `tables` are per cache group: where each token's key and value go (a flat index of block * block_size +
-    offset), and each sequence's blocks. `state_slots` index recurrent states. `logit_rows` are the tokens whose
-    logits are wanted.
+    offset), and each sequence's blocks. `state_slots` are the sequences' rows in `states`. `logit_rows` are the tokens
+    whose logits are wanted.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -30,9 +31,10 @@ class ForwardBatch:
     kv_lens: list[int]
     slots: list[torch.Tensor]  # a group: [T] int64
     tables: list[torch.Tensor]  # a group: [S, blocks] int64
-    state_slots: list[int]
+    state_slots: torch.Tensor  # [S] int64
     logit_rows: torch.Tensor  # [L] int64
     cache: KVCache
+    states: StateCache
     rotary: RotaryTables
     scratch: dict = field(default_factory=dict)  # what layers share within one step, such as attention masks
 

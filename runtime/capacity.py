@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..shardplan.config import ModelConfig
 from ..shardplan.errors import DeviceError
 from ..shardplan.partition import Axis
+from ..shardplan.recurrent_state import state_bytes
 from .cache_layout import CacheGroup, block_bytes, cache_groups
 
 
@@ -31,7 +32,7 @@ class CacheDemand:
 def plan_blocks(
     model: ModelConfig, axes: Mapping[str, Axis], rank: int, demand: CacheDemand, budget: int, itemsize: int
 ) -> list[int]:
-    """Blocks of every cache group, the scratch block included, that fit in `budget` bytes.
+    """Blocks of every cache group, the scratch block included, that fit in `budget` bytes beside the recurrent states.
 
     Enough for max_num_seqs full sequences when that fits, else a proportional part of it, at least one sequence.
     Raises DeviceError, with the length that would fit, when not even one does.
@@ -41,6 +42,14 @@ def plan_blocks(
     one = [demand.blocks_per_sequence(g) + 1 for g in groups]
     wanted = [demand.blocks_per_sequence(g) * demand.max_num_seqs + 1 for g in groups]
     floor, full = _cost(one, size), _cost(wanted, size)
+    states = states_bytes(model, axes, rank, demand.max_num_seqs, itemsize)
+    if states > budget:
+        raise DeviceError(
+            f"rank {rank}: the recurrent states of {demand.max_num_seqs} sequences need {states} bytes, "
+            f"{max(budget, 0)} are left",
+            "use more ranks, or fewer sequences at once",
+        )
+    budget -= states
     if floor > budget:
         raise DeviceError(
             f"rank {rank}: one sequence of {demand.max_model_len} tokens needs {floor} bytes of KV cache, "
@@ -59,6 +68,7 @@ def longest_context(
     """The longest sequence, at most demand.max_model_len tokens, whose cache fits in `budget` bytes; 0 if none does."""
     from dataclasses import replace
 
+    budget -= states_bytes(model, axes, rank, demand.max_num_seqs, itemsize)
     groups = cache_groups(model)
     size = [block_bytes(model, axes, rank, g, demand.block_size, itemsize) for g in groups]
 
@@ -71,6 +81,11 @@ def longest_context(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return min(low * demand.block_size, demand.max_model_len)
+
+
+def states_bytes(model: ModelConfig, axes: Mapping[str, Axis], rank: int, max_num_seqs: int, itemsize: int) -> int:
+    """Bytes of the recurrent states of all sequences, and of the scratch slot; the same at any context length."""
+    return (max_num_seqs + 1) * state_bytes(model, axes, rank, itemsize)
 
 
 def _cost(blocks: list[int], size: list[int]) -> int:

@@ -7,6 +7,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+# The name is new in torch 2.13, where the old one warns.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Communicator(Protocol):
     """Collectives over `size` ranks, of which this process is number `rank`. All ranks call in the same order."""
@@ -62,7 +65,7 @@ class GroupCommunicator:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[size, *tensor.shape] in rank order."""
         out = tensor.new_empty(self.size * tensor.numel())
-        dist.all_gather_into_tensor(out, tensor.contiguous().view(-1), group=self.group)
+        _gather_into(out, tensor.contiguous().view(-1), group=self.group)
         return out.view(self.size, *tensor.shape)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:

@@ -114,7 +114,8 @@ class RankWorker:
     def warm_up(self) -> None:
         """One token through every layer, so that the first request finds everything in place."""
         tables = [[SCRATCH_BLOCK] for _ in cache_groups(self.shard_set.model)]
-        step = Step([SequenceStep(0, 0, [0], 1, True, tables)])
+        # The slot behind those of the sequences: some may be running.
+        step = Step([SequenceStep(self.options.max_num_seqs, 0, [0], 1, True, tables)])
         self.runner.forward(step)
         if self.place.device.type == "cuda":
             torch.cuda.synchronize()

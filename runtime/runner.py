@@ -15,6 +15,7 @@ from .layers.builder import LayerBuilder
 from .layers.rotary import RotaryTables
 from .messages import Step
 from .models import build_model
+from .state_cache import StateCache
 from .weights import TORCH_DTYPE, Weights
 
 
@@ -37,9 +38,10 @@ class Runner:
         self.cache: KVCache | None = None
 
     def allocate(self, num_blocks: list[int], block_size: int, max_num_seqs: int, max_model_len: int) -> None:
-        """Make the KV cache and the tables whose size depends on the context length."""
+        """Make the KV cache, the recurrent states and the tables whose size depends on the context length."""
         rank, device = self.place.communicator.rank, self.place.device
         self.cache = KVCache(self.config, self.axes, rank, num_blocks, block_size, self.dtype, device)
+        self.states = StateCache(self.config, self.axes, rank, max_num_seqs, self.dtype, device)
         ropes = {layer.attention.rope for layer in self.config.layers if layer.attention is not None}
         self.rotary = RotaryTables(ropes, max_model_len, device)
         self.last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -47,6 +49,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """Run a step: the logits [L, V] of the sequences that sample, or of every token."""
+        self.states.clear([s.slot for s in step.sequences if s.start == 0])
         return self.model(self._batch(step, all_logits))
 
     @torch.inference_mode()
@@ -80,9 +83,10 @@ class Runner:
             kv_lens=[s.start + s.num_tokens for s in sequences],
             slots=[self._tensor(group) for group in slots],
             tables=[self._tables([s.tables[g] for s in sequences]) for g in range(len(self.cache.groups))],
-            state_slots=[s.slot for s in sequences],
+            state_slots=self._tensor([s.slot for s in sequences]),
             logit_rows=self._tensor(list(rows)),
             cache=self.cache,
+            states=self.states,
             rotary=self.rotary,
         )
 

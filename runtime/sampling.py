@@ -24,8 +24,9 @@ from .philox import uniform
 from .sampling_params import SamplingParams
 
 MAX_ELEMENTS = 1 << 23
-"""Logits that are drawn from at once; about 40 bytes of working memory each."""
+"""Logits that are drawn from at once; at most some 60 bytes of working memory each."""
 
+_AHEAD = 16  # steps
 _MAX_CANDIDATES = 1024  # up to here selecting the largest logits is cheaper than sorting all
 _LIKELIEST = 1 << 40  # the weight of the likeliest token; a vocabulary of 2**22 could not overflow an int64
 _BLOCK = 256  # near the square root of a vocabulary, and a divisor of most
@@ -134,11 +135,12 @@ class _Draws:
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         rows = [row for row, each in enumerate(params) if not each.greedy]
         drawn = [params[row] for row in rows]
-        # Where all rows are drawn nothing need be picked out. Host and device copies: see `draw`.
-        self._host_index = torch.tensor(rows, dtype=torch.int64) if len(rows) < len(params) else None
-        self._index = None if self._host_index is None else to_device(self._host_index, device)
+        self._index = to_device(torch.tensor(rows, dtype=torch.int64), device) if len(rows) < len(params) else None
+        self._rows = torch.tensor(rows, dtype=torch.int64)
         self._host_seeds = torch.tensor([_signed_seed(each) for each in drawn], dtype=torch.int64)
         self._seeds = to_device(self._host_seeds, device)
+        self._first = torch.full((len(rows),), -_AHEAD)  # the positions that self._ahead begins with: none as yet
+        self._ahead = self._seeds
         column = columns(drawn, device)
         self._temperature = column(lambda each: max(each.temperature, _MIN_TEMPERATURE), torch.float32)
         min_weight = column(lambda each: math.ceil(each.min_p * _LIKELIEST), torch.int64)
@@ -151,18 +153,30 @@ class _Draws:
         )
 
     def draw(self, logits: Tensor, positions: Tensor, greedy_ids: Tensor) -> Tensor:
-        """The ids [S]: `greedy_ids` where nothing is left to chance, drawn ones in the other rows.
-
-        The random numbers are made where the positions are: on the host that costs less than the kernel launches.
-        """
-        on_host = positions.device.type == "cpu"
-        index, seeds = (self._host_index, self._host_seeds) if on_host else (self._index, self._seeds)
-        randoms = to_device(uniform(seeds, positions if index is None else positions[index]), logits.device)
+        """The ids [S]: `greedy_ids` where nothing is left to chance, drawn ones in the other rows."""
+        if positions.device.type == "cpu":
+            randoms = self._randoms_ahead(positions[self._rows])
+        else:
+            randoms = uniform(self._seeds, positions if self._index is None else positions[self._index])
         logits = logits if self._index is None else logits[self._index]
         step = max(1, MAX_ELEMENTS // logits.shape[-1])
         blocks = [slice(start, start + step) for start in range(0, len(logits), step)]
         ids = torch.cat([pick(self._weights(logits[rows], rows), randoms[rows]) for rows in blocks])
         return ids if self._index is None else greedy_ids.index_copy(0, self._index, ids)
+
+    def _randoms_ahead(self, positions: Tensor) -> Tensor:
+        """`uniform` [R] for positions on the host, made there, for some steps at once.
+
+        That saves the launches of many tiny kernels. As a rule every position goes up by one from step to step.
+        """
+        ahead = positions - self._first
+        step = int(ahead[0])
+        if not 0 <= step < _AHEAD or not bool((ahead == step).all()):
+            steps = torch.arange(_AHEAD)[:, None]
+            randoms = uniform(self._host_seeds.repeat(_AHEAD), (positions + steps).flatten())
+            self._first, self._ahead = positions, to_device(randoms.view(_AHEAD, -1), self._seeds.device)
+            step = 0
+        return self._ahead[step]
 
     def _weights(self, logits: Tensor, rows: slice) -> Tensor:
         """int64 [R, V]: the probabilities as `weigh` writes them, 0 for the tokens that are filtered out."""

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 MODELS=${MGTP_MODELS:-.models}
 MODEL=$MODELS/SmolLM2-135M-Instruct.Q4_1.gguf
 SHARDS=.demo/smollm2-tp2
-PROMPT="What is the capital of France, and what is it known for?"
+PROMPT="What is the capital of France?"
 
 heading() { printf '\n== %s\n\n' "$*"; }
 

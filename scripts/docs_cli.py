@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,11 @@ def main() -> None:
 
 
 def load_app() -> typer.Typer:
-    """The program with every command: each module of mgtp.cli registers its own when it is imported."""
-    import mgtp.cli
-    from mgtp.cli.app import app
+    """The program with every command: each module registers its own when it is imported."""
+    from mgtp.cli.app import COMMANDS, app
 
-    for module in pkgutil.iter_modules(mgtp.cli.__path__):
-        if module.name != "__main__":
-            importlib.import_module(f"mgtp.cli.{module.name}")
+    for name in COMMANDS:
+        importlib.import_module(f"mgtp.cli.{name}")
     return app
 
 
@@ -40,42 +37,36 @@ def render(app: typer.Typer, template: str, name: str = "mgtp") -> str:
     """The page: `template`, its marker replaced by a section for the program and one for every command."""
     # Typer carries a copy of click of its own: everything below goes by the attributes both have.
     group: Any = typer.main.get_command(app)
-    context = group.context_class(group, info_name=name)
-    sections = [
-        _table("Global options, before the command", _rows(group, context)),
-        *(_command(group.get_command(context, command), context) for command in group.list_commands(context)),
-    ]
-    body = "\n\n".join(section for section in sections if section)
-    return template.replace(MARKER, body, 1)
+    context = group.context_class(group, info_name=name, **group.context_settings)
+    sections = [_section(group, context)]
+    # By name: the order of registration depends on what else has been imported.
+    for command in (group.get_command(context, command_name) for command_name in sorted(group.commands)):
+        if not command.hidden:
+            own = command.context_class(command, info_name=command.name, parent=context, **command.context_settings)
+            sections.append(_section(command, own))
+    return template.replace(MARKER, "\n\n".join(sections), 1)
 
 
-def _command(command: Any, parent: Any) -> str:
-    if command.hidden:
-        return ""
-    context = command.context_class(command, info_name=command.name, parent=parent)
+def _section(command: Any, context: Any) -> str:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-    rows = _rows(command, context)
+    # (spelling, help) of what --help shows: ranges, defaults and `required` are part of the help already.
+    records = (parameter.get_help_record(context) for parameter in command.get_params(context))
+    rows = [(names, text) for names, text in filter(None, records)]
     parts = [
         f"## `{context.command_path}`",
-        f"    {usage}",
+        f"    {usage.replace('{', '').replace('}', '')}",
         _prose(command.help),
-        _table("Arguments", [row for row in rows if not row[0].startswith("`-")]),
-        _table("Options", [row for row in rows if row[0].startswith("`-")]),
+        _table("Argument", [(names.partition(" <")[0], text) for names, text in rows if not names.startswith("-")]),
+        _table("Option", [row for row in rows if row[0].startswith("-")]),
         _prose(command.epilog),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _rows(command: Any, context: Any) -> list[tuple[str, str]]:
-    """(spelling, help) of every parameter that --help shows; ranges, defaults and `required` are part of the help."""
-    records = (parameter.get_help_record(context) for parameter in command.get_params(context))
-    return [(f"`{names}`", _cell(text)) for names, text in filter(None, records)]
-
-
 def _table(title: str, rows: list[tuple[str, str]]) -> str:
     if not rows:
         return ""
-    lines = [f"| {_cell(names)} | {text} |" for names, text in rows]
+    lines = [f"| `{_cell(names)}` | {_cell(text)} |" for names, text in rows]
     return "\n".join([f"| {title} | |", "|---|---|", *lines])
 
 

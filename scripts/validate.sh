@@ -65,6 +65,7 @@ check() {
     77) printf 'skip  %s: %s\n' "$name" "$found" ;;
     *)
       FAILED=$((FAILED + 1))
+      found=${found:-$(grep -m 1 '^error:' "$WORK/errors")}
       printf 'FAIL  %s: %s\n' "$name" "${found:-exit code $code}"
       sed 's/^/      /' "$WORK/errors" >&2
       ;;

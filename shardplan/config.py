@@ -140,6 +140,13 @@ class ConfigReader:
             raise self._bad(key, value, "a finite number")
         return float(value)
 
+    def positive(self, key: str, default: float) -> float:
+        """A finite number above zero."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self._bad(key, value, "a positive number")
+        return value
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
         value = self.get(key, default)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from .config import ModelConfig
 from .dtypes import COMMON_NAME, ITEMSIZE, safetensors_name
 from .errors import CheckpointError, UsageError
-from .families import model_tensors, parse_config
+from .families import is_unused, model_tensors, parse_config
 from .layout import lay_out
 from .names import canonical_names
 from .partition import TensorSpec, model_axes, part_bytes
@@ -39,7 +39,7 @@ def match(source: Source) -> Blueprint:
     Raises CheckpointError listing every tensor that is missing, unexpected, or of another shape or type.
     """
     model = parse_config(source.config)
-    names = canonical_names(source.tensors)
+    names = {k: v for k, v in canonical_names(source.tensors).items() if not is_unused(model, k)}
     notes = list(source.notes)
     ignored = len(source.tensors) - len(names)
     if ignored:

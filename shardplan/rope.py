@@ -30,8 +30,8 @@ class Rope:
     """Rotary embedding of one layer type.
 
     `rotary_dim` dimensions rotate, in pairs (i, i + rotary_dim/2) or, when `interleaved`, (2i, 2i+1); the rest pass
-    through. They do so in the model's dtype, or `in_float32`. The fields after that belong to the kinds named in their
-    comment.
+    through. They do so in the model's dtype, or `in_float32`, or in the wider of the two (`float32_tables`: cos and sin
+    alone are kept in float32). The fields after that belong to the kinds named in their comment.
     """
 
     kind: str
@@ -39,6 +39,7 @@ class Rope:
     rotary_dim: int
     interleaved: bool = False
     in_float32: bool = False
+    float32_tables: bool = False
     original_max_position: int = 0  # dynamic, llama3, yarn, longrope
     factor: float = 1.0  # linear, dynamic, llama3, yarn, longrope, proportional
     alpha: float = 1.0  # ntk_alpha
@@ -65,6 +66,8 @@ def parse_rope(
     default_theta: float = 10000.0,
     partial_rotary_factor: float = 1.0,
     interleaved: bool = False,
+    in_float32: bool = False,
+    float32_tables: bool = False,
     layer_type: str | None = None,
 ) -> Rope:
     """The rotary embedding that `config` (a text config) states; `layer_type` picks a nested per-type entry.
@@ -95,7 +98,14 @@ def parse_rope(
         raise CheckpointError(
             f"rotary dimension {rotary_dim} must be even and positive", "check head_dim in config.json"
         )
-    base = Rope(kind=kind, theta=theta, rotary_dim=rotary_dim, interleaved=interleaved)
+    base = Rope(
+        kind=kind,
+        theta=theta,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        in_float32=in_float32,
+        float32_tables=float32_tables,
+    )
     return _with_kind(base, params, config, partial, head_dim)
 
 

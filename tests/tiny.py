@@ -1,8 +1,8 @@
 """Tiny Llama checkpoints with random weights, written with numpy alone: for tests of files that need no torch.
 
-    write_llama(folder, heads=8, kv=4, dtype="bfloat16")                one file
-    write_llama(folder, files=3)                                        three files and an index
-    write_tokenizer(folder, ordinary=256, special=("<s>", "</s>"))      a byte-level tokenizer.json
+write_llama(folder, heads=8, kv=4, dtype="bfloat16")                one file
+write_llama(folder, files=3)                                        three files and an index
+write_tokenizer(folder, ordinary=256, special=("<s>", "</s>"))      a byte-level tokenizer.json
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-JOB_SECONDS = 240
+JOB_SECONDS = 60
 
 
 class World:
@@ -19,8 +20,11 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._start()
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mgtp-world-")
-        context = mp.get_context("spawn")
+        size, context = self.size, mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
@@ -32,18 +36,34 @@ class World:
             self._processes.append(process)
 
     def run(self, tp_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """job(communicator, *args) on ranks 0..tp_size-1; their results in rank order. Raises what a rank raised."""
+        """job(communicator, *args) on ranks 0..tp_size-1; their results in rank order. Raises what a rank raised.
+
+        After a failure the others may be stuck in a collective: the next job gets a new world.
+        """
+        try:
+            return self._run(tp_size, job, args)
+        except BaseException:
+            self.close()
+            self._start()
+            raise
+
+    def _run(self, tp_size: int, job: Callable[..., Any], args: tuple) -> list[Any]:
         for pipe in self._pipes[:tp_size]:
             pipe.send((tp_size, job, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes[:tp_size]):
-            if not pipe.poll(JOB_SECONDS):
-                raise TimeoutError(f"rank {rank} did not finish {job.__name__} in {JOB_SECONDS} s")
-            results.append(pipe.recv())
-        for rank, (failed, value) in enumerate(results):
-            if failed:
-                raise AssertionError(f"rank {rank} of {tp_size}: {value}")
-        return [value for _, value in results]
+        results: dict[int, Any] = {}
+        waiting = dict(zip(self._pipes, range(tp_size), strict=False))
+        deadline = time.monotonic() + JOB_SECONDS
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish {job.__name__} in {JOB_SECONDS} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                failed, value = pipe.recv()
+                if failed:
+                    raise AssertionError(f"rank {rank} of {tp_size}: {value}")
+                results[rank] = value
+        return [results[rank] for rank in range(tp_size)]
 
     def close(self) -> None:
         """End every process."""

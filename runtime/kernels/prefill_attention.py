@@ -83,11 +83,11 @@ def _prefill_attention(
     low = tl.maximum(first_query + 1 - window, 0) // BLOCK * BLOCK if WINDOWED else 0
     clear_low = tl.minimum(tl.cdiv(tl.maximum(high - window, 0), BLOCK) * BLOCK, high) if WINDOWED else 0
     clear_high = tl.maximum((first_query + 1) // BLOCK * BLOCK, clear_low)
-    highest = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
     if SINKS:
-        highest += tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634 - highest
-        total += 1.0
+        sink = tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634
+        highest, total = tl.zeros([QUERIES], tl.float32) + sink, tl.full([QUERIES], 1.0, tl.float32)
+    else:
+        highest, total = tl.full([QUERIES], float("-inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, D_PAD], tl.float32)
     if WINDOWED:
         highest, total, acc = _attend(

@@ -13,7 +13,13 @@ from ...shardplan.partition import Axis
 from ..communicator import Communicator
 from ..weights import Weights
 from .activation import GatedActivation
-from .linear import ColumnParallelLinear, ParallelLMHead, RowParallelLinear, VocabParallelEmbedding
+from .linear import (
+    ColumnParallelLinear,
+    ParallelLMHead,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from .mlp import GatedMLP
 from .moe import Experts, MixtureOfExperts, Pick, Router
 from .norm import FullWidthNorm, RMSNorm
@@ -37,6 +43,10 @@ class LayerBuilder:
         """One matrix out of neighbouring projections, such as q, k and v."""
         weight = self.weights.take(*(f"{name}.weight" for name in names))
         return ColumnParallelLinear(weight, self.weights.take_if_present(*(f"{name}.bias" for name in names)))
+
+    def replicated(self, name: str) -> ReplicatedLinear:
+        """A projection that every rank has whole."""
+        return ReplicatedLinear(self.weights.take(f"{name}.weight"), self.weights.take_if_present(f"{name}.bias"))
 
     def qkv(self, prefix: str, a: AttentionConfig) -> ColumnParallelLinear:
         """The input projections of one attention layer as one matrix, packed in the checkpoint or not."""

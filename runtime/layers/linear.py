@@ -20,6 +20,10 @@ class ColumnParallelLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+class ReplicatedLinear(ColumnParallelLinear):
+    """y = x W^T + b with all of W on every rank: every rank holds the whole output."""
+
+
 class RowParallelLinear:
     """y = scale (x W^T + b) for this rank's columns of W [H, in].
 

@@ -72,6 +72,5 @@ class SelfAttention:
 
     def _rotated(self, x: Heads, batch: ForwardBatch) -> Heads:
         rope = self.config.rope
-        dtype = torch.float32 if rope.in_float32 else x.dtype
-        cos, sin = batch.cos_sin(rope, dtype)
-        return rotate(x.to(dtype), cos, sin, rope.interleaved).to(x.dtype)
+        cos, sin = batch.cos_sin(rope, torch.float32 if rope.in_float32 or rope.float32_tables else x.dtype)
+        return rotate(x.float() if rope.in_float32 else x, cos, sin, rope.interleaved).to(x.dtype)

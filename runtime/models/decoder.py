@@ -10,8 +10,8 @@ from ..batch import ForwardBatch
 from ..layers.builder import LayerBuilder
 from ..layers.norm import RMSNorm
 
-LayerForward = Callable[[torch.Tensor, torch.Tensor | None, ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
-"""(x, residual, batch) -> (x, residual), both [T, H]: x is still to be added to the residual."""
+LayerForward = Callable[[torch.Tensor, torch.Tensor | None, ForwardBatch], tuple[torch.Tensor, torch.Tensor | None]]
+"""(x, residual, batch) -> (x, residual), both [T, H]: x is still to be added to the residual, if there is one."""
 
 Mixer = Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
 """What mixes tokens, [T, H] -> [T, H]: attention, or what stands in for it."""

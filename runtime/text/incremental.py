@@ -43,10 +43,11 @@ class ByteDetokenizer:
         self._strip_char = rules.strip_char
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skipped or self._tokenizer.token_name(token_id) is None:
+        if token_id in self._skipped:
             return ""
         piece = self._tokenizer.token_bytes(token_id, self._at_start)
-        self._at_start = False
+        if self._at_start:  # an id without a token is no first token
+            self._at_start = self._tokenizer.token_name(token_id) is None
         return self._strip(self._utf8.decode(piece))
 
     def finish(self) -> str:

@@ -16,7 +16,25 @@ from ..partition import TensorSpec
 from ..values import shown
 from .common import architecture
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "gemma4",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "phi3",
+    "granite",
+    "glm4",
+    "qwen3_5",
+    "olmo2",
+    "olmo3",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+)
 
 
 def family_module(name: str) -> ModuleType:
@@ -49,3 +67,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 def model_tensors(model: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor of `model` in the order of use, with the way it is cut."""
     return family_module(model.family).tensors(model)
+
+
+def is_unused(model: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint of `model` may hold the tensor `name` (canonical) without it playing a part."""
+    family = family_module(model.family)
+    return hasattr(family, "is_unused") and family.is_unused(model, name)

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import Attention, ConfigReader, Ffn, Layer, ModelConfig, Scales, text_config
 from ..errors import CheckpointError
 from ..partition import TensorSpec, columns, rows, segmented
-from ..rope import parse_rope
+from ..rope import Rope, parse_rope, rope_parameters
 from ..values import shown
 
 
@@ -19,12 +19,17 @@ def heads(reader: ConfigReader) -> tuple[int, int]:
     """(query heads, key/value heads), checked to form whole groups."""
     num_heads = reader.count("num_attention_heads")
     num_kv_heads = reader.count("num_key_value_heads", num_heads)
+    check_groups(num_heads, num_kv_heads)
+    return num_heads, num_kv_heads
+
+
+def check_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Raise CheckpointError unless every key/value head serves equally many query heads."""
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
             "fix config.json",
         )
-    return num_heads, num_kv_heads
 
 
 def attention(
@@ -46,6 +51,40 @@ def attention(
         rope=parse_rope(reader.values, d, **rope),
         window=window,
     )
+
+
+def window(reader: ConfigReader, default: int | None) -> int | None:
+    """`sliding_window`: `default` when the key is absent, no window when it is null."""
+    if reader.values.get("sliding_window", default) is None:
+        return None
+    return reader.count("sliding_window", default)
+
+
+def ropes_by_layer_type(
+    text: Mapping[str, Any], head_dim: int, thetas: Mapping[str, tuple[str | None, float]]
+) -> dict[str, Rope]:
+    """The rotary embedding of every layer type, where they differ; `thetas` are the old key of each and its default.
+
+    Older files have a flat `rope_scaling`, which is for the layers with full attention only. Flat `rope_parameters`
+    are ignored, as transformers does.
+    """
+    rope_parameters(text)  # refuses settings that are no object
+    given = text.get("rope_parameters") or {}
+    nested = {kind: dict(given[kind]) if isinstance(given.get(kind), Mapping) else {} for kind in thetas}
+    nested["full_attention"].update(text.get("rope_scaling") or {})
+    for kind, (key, _) in thetas.items():
+        if key is not None and text.get(key) is not None:
+            nested[kind].setdefault("rope_theta", text[key])
+    settled = {**text, "rope_scaling": None, "rope_parameters": nested, "rope_theta": None}
+    return {
+        kind: parse_rope(settled, head_dim, layer_type=kind, default_theta=theta) for kind, (_, theta) in thetas.items()
+    }
+
+
+def softcap(reader: ConfigReader) -> float | None:
+    """`final_logit_softcapping`: the bound on the logits' size, if any."""
+    key = "final_logit_softcapping"
+    return None if reader.get(key) is None else reader.positive(key, 1.0)
 
 
 def settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +235,7 @@ def experts(prefix: str, ffn: Ffn, hidden: int, names: tuple[str, str, str]) -> 
         yield TensorSpec(f"{prefix}{e}.{down}.weight", (hidden, ffn.size), columns(ffn.axis), f"{prefix}down")
 
 
-def expert_ffn(reader: ConfigReader, size: int, num_experts: int, experts_per_token: int) -> Ffn:
+def expert_ffn(size: int, num_experts: int, experts_per_token: int) -> Ffn:
     """The width of each of `num_experts` experts, checked to be enough for what a token uses."""
     if experts_per_token > num_experts:
         raise CheckpointError(

@@ -20,8 +20,15 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
 
 def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor, in the order of use."""
-    reader, hidden = ConfigReader(model.text), model.hidden_size
-    attention_bias, mlp_bias = reader.flag("attention_bias", False), reader.flag("mlp_bias", False)
+    reader = ConfigReader(model.text)
+    return plain_tensors(
+        model, attention_bias=reader.flag("attention_bias", False), mlp_bias=reader.flag("mlp_bias", False)
+    )
+
+
+def plain_tensors(model: ModelConfig, *, attention_bias: bool, mlp_bias: bool) -> Iterator[TensorSpec]:
+    """The tensors of a pre-norm decoder without q/k norms; biases are on all projections of a block or on none."""
+    hidden = model.hidden_size
     yield common.embedding(model)
     for i, layer in enumerate(model.layers):
         p = f"model.layers.{i}."

@@ -11,20 +11,14 @@ from . import common, llama
 
 ARCHITECTURES = ("MistralForCausalLM", "Mistral3ForConditionalGeneration")
 
-_BIASES = {"attention_bias": False, "mlp_bias": False}
-
 
 def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes; raises CheckpointError."""
     reader = ConfigReader(text_config(config))
-    # A key that is absent means 4096, null means full attention.
-    window = reader.count("sliding_window", 4096) if reader.values.get("sliding_window", 4096) is not None else None
-    layers = common.uniform_layers(reader, common.attention(reader, window=window))
+    layers = common.uniform_layers(reader, common.attention(reader, window=common.window(reader, 4096)))
     return common.model_config(config, "mistral", layers, max_position=131072)
 
 
 def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor, in the order of use: Llama's, whatever the config says of biases."""
-    from dataclasses import replace
-
-    return llama.tensors(replace(model, text={**model.text, **_BIASES}))
+    return llama.plain_tensors(model, attention_bias=False, mlp_bias=False)

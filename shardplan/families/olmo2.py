@@ -15,7 +15,7 @@ ARCHITECTURES = ("Olmo2ForCausalLM",)
 def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes; raises CheckpointError."""
     reader = ConfigReader(config)
-    layers = common.uniform_layers(reader, common.attention(reader))
+    layers = common.uniform_layers(reader, common.attention(reader, float32_tables=True))
     return common.model_config(config, "olmo2", layers, norm_eps=1e-5)
 
 

@@ -25,8 +25,9 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     count, ffn = common.num_layers(reader), Ffn(reader.count("intermediate_size"))
     kinds = reader.layer_types(count, _KINDS, [_KINDS[(i + 1) % 4 == 0] for i in range(count)])
     nested = {**config, "rope_scaling": None, "rope_parameters": _rope_by_kind(config), "rope_theta": None}
-    base = common.attention(ConfigReader(nested), layer_type="full_attention", default_theta=_THETA)
-    ropes = {k: parse_rope(nested, base.head_dim, layer_type=k, default_theta=_THETA) for k in _KINDS}
+    rope = {"default_theta": _THETA, "float32_tables": True}
+    base = common.attention(ConfigReader(nested), layer_type="full_attention", **rope)
+    ropes = {kind: parse_rope(nested, base.head_dim, layer_type=kind, **rope) for kind in _KINDS}
     # A window that is null is no window.
     window = reader.count("sliding_window", 4096) if reader.values.get("sliding_window", 4096) is not None else None
     windows = {"sliding_attention": window, "full_attention": None}

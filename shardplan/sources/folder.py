@@ -38,10 +38,10 @@ class FolderSource:
     files: Mapping[str, bytes]
     tensors: Mapping[str, TensorInfo]
     notes: Sequence[str]
-    fingerprint: str | None
     headers: Mapping[str, Header]
     places: Mapping[str, tuple[str, HeaderTensor]]
     stamps: Mapping[str, FileStamp]
+    fingerprint: str | None = None
     has_weights: bool = True
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -60,7 +60,7 @@ class FolderSource:
         """Nothing is held open."""
 
 
-def open_folder(folder: Path, label: str, fingerprint: str | None = None) -> FolderSource:
+def open_folder(folder: Path, label: str) -> FolderSource:
     """Open a Hugging Face folder: every header is read and checked in full.
 
     Raises CheckpointError, naming the file and what is wrong with it.
@@ -88,7 +88,6 @@ def open_folder(folder: Path, label: str, fingerprint: str | None = None) -> Fol
         files=small.files,
         tensors=tensor_infos(places),
         notes=[*notes, *unlisted_files_note(index, names), *other_notes(names, small)],
-        fingerprint=fingerprint,
         headers=headers,
         places=places,
         stamps=stamps,

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from .files import FileStamp, identity_of, read_small_file
 from .folder import list_folder, open_folder, other_notes, tensor_infos
 from .headers import HeaderTensor, check_header
 from .hub_errors import hub_errors
-from .small_files import SMALL_FILES, read_small_files
+from .small_files import CONFIG_FILE, SMALL_FILES, read_small_files
 from .weight_files import INDEX_FILE, check_files_exist, choose_weights_file, pick_tensors, read_index
 
 if TYPE_CHECKING:
@@ -88,14 +88,19 @@ def open_hub(repo: str, revision: str | None, *, headers_only: bool) -> Source:
         if headers_only:
             return _open_headers(snapshot, listing, index, wanted)
         snapshot.fetch_files(wanted)
-    return open_folder(snapshot.folder, repo, fingerprint_of(snapshot.known_sha256(wanted)))
+    source = open_folder(snapshot.folder, repo)
+    return replace(source, fingerprint=fingerprint_of(snapshot.known_sha256(wanted), source.files[CONFIG_FILE]))
 
 
-def fingerprint_of(sha256: Mapping[str, str | None]) -> str | None:
-    """The fingerprint of weight files from their sha256 sums, or None when one of these is not known."""
+def fingerprint_of(sha256: Mapping[str, str | None], config: bytes) -> str | None:
+    """The fingerprint of a model from its weight files' sha256 sums, or None when one of these is not known.
+
+    The content of config.json belongs to it: it decides what the weights mean and how they are cut.
+    """
     if not all(sha256.values()):
         return None
-    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(sha256.items()))
+    digests = {**sha256, CONFIG_FILE: hashlib.sha256(config).hexdigest()}
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
     return f"hub:{hashlib.sha256(lines.encode()).hexdigest()[:40]}"
 
 
@@ -182,7 +187,7 @@ def _open_headers(
         files=small.files,
         tensors=tensor_infos(places),
         notes=[*notes, *other_notes(list(listing), small)],
-        fingerprint=fingerprint_of({name: listing[name].sha256 for name in wanted}),
+        fingerprint=fingerprint_of({name: listing[name].sha256 for name in wanted}, small.files[CONFIG_FILE]),
         stamps=small.stamps,
         commit=snapshot.folder.name,
     )

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import numpy_dtype
-from ..errors import CheckpointError
 from ..plan import PLAN_FILE, RankPlan, ShardPlan, SourceSlice, TensorPlan
 from ..shard_set import ShardSet
 from .base import TensorInfo
-from .files import FileStamp, identity_of, open_regular, parse_json_object, read_rows
-from .small_files import CONFIG_FILE
+from .files import FileStamp, identity_of, open_regular, read_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,9 +87,9 @@ class ShardSetSource:
 
 
 def open_shard_set(path: Path, label: str) -> ShardSetSource:
-    """Open a shard set strictly; raises CheckpointError where its plan and files do not make up whole tensors."""
+    """Open a shard set with all its rank files; raises CheckpointError for anything that is wrong with them."""
     shard_set = ShardSet.open(path)
-    plan, files = shard_set.plan, shard_set.model_files()
+    plan = shard_set.plan
     ranks = {rank.rank: (shard_set.rank_path(rank.rank), rank) for rank in plan.ranks}
     stamps = {}
     for file in [path / PLAN_FILE, *(file for file, _ in ranks.values())]:
@@ -100,13 +98,13 @@ def open_shard_set(path: Path, label: str) -> ShardSetSource:
     held = _by_name(plan)
     return ShardSetSource(
         label=label,
-        config=_config_in_force(parse_json_object(files[CONFIG_FILE], str(path / CONFIG_FILE)), plan),
-        files=files,
+        config=_config_in_force(shard_set.config, plan),
+        files=shard_set.model_files(),
         tensors={name: _info(name, *slices[0][1:]) for name, slices in held.items()},
         notes=list(plan.notes),
         fingerprint=plan.fingerprint or None,
         ranks=ranks,
-        pieces={name: _pieces(slices, str(path)) for name, slices in held.items()},
+        pieces={name: _pieces(slices) for name, slices in held.items()},
         stamps=stamps,
     )
 
@@ -126,53 +124,29 @@ def _info(name: str, tensor: TensorPlan, source: SourceSlice) -> TensorInfo:
     return TensorInfo(name, tensor.dtype, tuple(source.shape), origin)
 
 
-def _pieces(held: Sequence[Slice], where: str) -> list[Piece]:
-    """The slices that make up a whole tensor, each index from the first rank that has it (kv heads may be copied)."""
-    for held_slice in held:
-        _check_slice(held_slice, held[0], where)
-    _, _, source = held[0]
-    dim = source.dim or 0
-    size = source.shape[dim] if source.shape else 1
+def _pieces(slices: Sequence[Slice]) -> list[Piece]:
+    """What makes up a whole tensor, each index from the first rank that has it (kv heads may be copied).
+
+    A set that was opened has been checked: its slices cover the tensor without gaps.
+    """
+    source = slices[0][2]
+    if source.dim is None:
+        return [Piece(0, 0, source.shape[0] if source.shape else 1, *slices[0][:2], 0)]
     found = []
-    for rank, tensor, cut in held:
+    for rank, tensor, cut in slices:
         at = 0
-        for start, stop in cut.ranges if cut.dim is not None else [(0, size)]:
-            found.append(Piece(dim, start, stop, rank, tensor, at))
+        for start, stop in cut.ranges:
+            found.append(Piece(source.dim, start, stop, rank, tensor, at))
             at += stop - start
     pieces, end = [], 0
     for piece in sorted(found, key=lambda p: (p.start, p.rank)):
-        if piece.start <= end < piece.stop:
+        if piece.stop > end:
             pieces.append(replace(piece, start=end, at=piece.at + end - piece.start))
             end = piece.stop
-    if end != size:
-        raise _damaged(where, f"the ranks hold {end} of the {size} indices of {held[0][1].name}")
     return pieces
 
 
-def _check_slice(held: Slice, first: Slice, where: str) -> None:
-    """What a rank stores of a tensor must have the shape that its source slice gives, and one source on all ranks."""
-    rank, tensor, source = held
-    shape = list(source.shape)
-    fits = _whole(held) == _whole(first)
-    if fits and source.dim is not None:
-        fits = 0 <= source.dim < len(shape) and all(0 <= a <= b <= shape[source.dim] for a, b in source.ranges)
-        if fits:
-            shape[source.dim] = sum(b - a for a, b in source.ranges)
-    if not fits or shape != tensor.shape:
-        raise _damaged(where, f"rank {rank}'s part of {tensor.name} does not fit its source slice")
-
-
-def _whole(held: Slice) -> tuple[str, str, list[int], int | None]:
-    """What all ranks must agree on."""
-    _, tensor, source = held
-    return tensor.dtype, source.dtype, source.shape, source.dim
-
-
-def _damaged(where: str, fault: str) -> CheckpointError:
-    return CheckpointError(f"{where}: damaged plan: {fault}", "shard the checkpoint again with mgtp shard")
-
-
-def _config_in_force(config: dict[str, Any], plan: ShardPlan) -> dict[str, Any]:
+def _config_in_force(config: Mapping[str, Any], plan: ShardPlan) -> Mapping[str, Any]:
     """The config with the tie that the plan decided on.
 
     A checkpoint may be flagged as tied and still have a head of its own. After conversion head and embedding can be

@@ -7,6 +7,7 @@ or ropes ignored, padded vocabulary that wins, windows off by one, caches that m
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,7 @@ def test_mixed_requests_equal_single_ones(tp_size, world, recipe_checkpoint, sha
 
 def _run_scarce(communicator, shard_set, prompts, params, options):
     """With a cache for hardly more than one full sequence, so that sequences are preempted."""
-    return run_requests(
-        communicator, shard_set, prompts, params, kv_cache_bytes=120_000 // communicator.size, **options
-    )
+    from mgtp.shardplan.shard_set import ShardSet
+
+    start, stop = ShardSet.open(Path(shard_set)).plan.axes["kv_heads"].ranges[communicator.rank]
+    return run_requests(communicator, shard_set, prompts, params, kv_cache_bytes=45_000 * (stop - start), **options)

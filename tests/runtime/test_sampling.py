@@ -185,6 +185,21 @@ def test_a_token_does_not_depend_on_the_batch(device: str) -> None:
     assert shuffled.ids.tolist() == [together[row] for row in order]
 
 
+def test_random_numbers_made_ahead_are_those_of_the_positions(device: str) -> None:
+    """However the positions move: by one for a long time, all but one row, back after a preemption."""
+    logits = random_logits(3, 1000).to(device)
+    params = [SamplingParams(seed=1), SamplingParams(temperature=0), SamplingParams(seed=2)]
+    sampler = Sampler()
+    for positions in [
+        *([5 + i, i, i * i] for i in range(3)),
+        *([i, 0, 7 + i] for i in range(40)),
+        [2, 0, 1],
+        [3, 0, 1],
+    ]:
+        ids = sampler.sample(logits, params, positions).ids
+        assert torch.equal(ids, Sampler().sample(logits, params, torch.tensor(positions, device=device)).ids)
+
+
 def test_a_large_batch_is_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(37, 300)
     params = SamplingParams(seed=3, top_p=0.9)

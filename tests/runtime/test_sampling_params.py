@@ -80,7 +80,7 @@ def test_a_seed_is_drawn_only_where_none_is_given() -> None:
 
 def test_what_needs_the_history() -> None:
     assert not SamplingParams(logit_bias={1: 1.0}).needs_history
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert SamplingParams(**{name: 0.5}).needs_history
+    penalties: list[dict[str, Any]] = [{f"{kind}_penalty": 0.5} for kind in ("repetition", "presence", "frequency")]
+    assert all(SamplingParams(**penalty).needs_history for penalty in penalties)
     assert SamplingParams(temperature=0).greedy
     assert not SamplingParams().greedy

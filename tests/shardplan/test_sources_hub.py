@@ -110,7 +110,9 @@ def digest(folder: Path) -> str:
 
 
 def fingerprint(folder: Path, names: list[str]) -> str:
-    lines = "".join(f"{n} {hashlib.sha256((folder / n).read_bytes()).hexdigest()}\n" for n in sorted(names))
+    lines = "".join(
+        f"{n} {hashlib.sha256((folder / n).read_bytes()).hexdigest()}\n" for n in sorted([*names, "config.json"])
+    )
     return f"hub:{hashlib.sha256(lines.encode()).hexdigest()[:40]}"
 
 

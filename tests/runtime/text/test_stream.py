@@ -51,7 +51,7 @@ def sequences(draw: st.DrawFn) -> tuple[str, list[int], list[str]]:
 
 
 @given(sequences(), st.booleans(), st.booleans())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_streamed_equals_unstreamed(case: tuple[str, list[int], list[str]], skip: bool, goes_on: bool) -> None:
     kind, ids, stops = case
     tokenizer = TOKENIZERS[kind]
@@ -71,7 +71,7 @@ def test_streamed_equals_unstreamed(case: tuple[str, list[int], list[str]], skip
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_cut_does_not_depend_on_the_pieces(text: str, stops: list[str], data: st.DataObject) -> None:
     whole, pieces = StopMatcher(stops), StopMatcher(stops)
     expected = whole.push(text) + whole.finish()
@@ -85,7 +85,7 @@ def test_the_cut_does_not_depend_on_the_pieces(text: str, stops: list[str], data
 
 
 @given(st.text("abc", max_size=40), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     given_out = ""

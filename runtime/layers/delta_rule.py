@@ -1,0 +1,67 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): a linear attention whose state forgets and corrects itself.
+
+A head's state S [dk, dv] maps keys to values. A token with key k, value v, decay exp(g) and strength beta does
+    S = exp(g) S;  S = S + k (x) beta (v - k^T S);  output q^T S.
+
+Shapes: S sequences, h heads, n tokens, C tokens a chunk, N chunks, dk and dv the dimensions of keys and values.
+Everything is float32; queries and keys are of unit length, queries scaled.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+"""Tokens that are worked on at once; more means larger triangular systems, fewer means more steps."""
+
+
+def delta_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each sequence: q, k [S, h, dk], v [S, h, dv], g, beta [S, h], state [S, h, dk, dv].
+
+    Returns the outputs [S, h, dv] and the new states.
+    """
+    state = state * g.exp()[..., None, None]
+    correction = beta.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
+    state = state + k.unsqueeze(-1) * correction.unsqueeze(-2)
+    return (q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def delta_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """n tokens of one sequence: q, k [h, n, dk], v [h, n, dv], g, beta [h, n], state [h, dk, dv].
+
+    Returns the outputs [h, n, dv] and the new state. Equal to n steps, but chunks of tokens are worked on in parallel
+    (section 3 of the paper; the triangular systems come from the WY form of the product of the corrections).
+    """
+    tokens = q.shape[1]
+    # Padding has beta 0 and g 0: it changes nothing.
+    size, pad = min(tokens, CHUNK), -tokens % min(tokens, CHUNK)
+    q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, size)) for x in (q, k, v))
+    g, beta = (F.pad(x, (0, pad)).unflatten(1, (-1, size)) for x in (g, beta))
+
+    since_start = g.cumsum(-1)  # [h, N, C], log of the decay from the chunk's start up to a token
+    between = since_start.unsqueeze(-1) - since_start.unsqueeze(-2)  # [.., i, j]: from token j to token i
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    decay = between.masked_fill(later, float("-inf")).exp()
+    from_start = since_start.exp().unsqueeze(-1)
+    weighted_k = k * beta.unsqueeze(-1)
+
+    # What each token writes: its value less what the chunk's earlier tokens, and the state before it, already say.
+    system = (weighted_k @ k.transpose(-1, -2)) * decay
+    right = torch.cat([v * beta.unsqueeze(-1), weighted_k * from_start], dim=-1)
+    writes = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    fresh, known = writes.split([v.shape[-1], k.shape[-1]], dim=-1)
+
+    attention = (q @ k.transpose(-1, -2)) * decay
+    q, k = q * from_start, k * (since_start[..., -1:] - since_start).exp().unsqueeze(-1)
+    over_chunk = since_start[..., -1].exp()[..., None, None]
+    outputs = []
+    for i in range(q.shape[1]):
+        written = fresh[:, i] - known[:, i] @ state
+        outputs.append(q[:, i] @ state + attention[:, i] @ written)
+        state = state * over_chunk[:, i] + k[:, i].transpose(-1, -2) @ written
+    return torch.cat(outputs, dim=1)[:, :tokens], state

@@ -1,0 +1,84 @@
+"""One step's work as the kernels want it: everything on the device, nothing that depends on Python lists.
+
+Shapes: T tokens of S sequences, the first `num_decode` tokens being whole sequences of one token; R rows of the block
+tables, one a slot and a last one for padding; L tokens whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from .batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from ..shardplan.rope import Rope
+    from .kernels.rotary import Rotation
+
+
+@dataclass(frozen=True)
+class PrefillInputs:
+    """The sequences with several new tokens: where each begins and ends among the step's tokens."""
+
+    starts: torch.Tensor  # [P + 1] int32
+    rows: torch.Tensor  # [P] int32
+    kv_lens: torch.Tensor  # [P] int32
+    longest: int
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """Where the tokens are: each one's position and row in the block tables (int32 [T]), and the tables [R, blocks]."""
+
+    positions: torch.Tensor
+    rows: torch.Tensor
+    tables: list[torch.Tensor]
+    counters: torch.Tensor
+    num_decode: int
+    prefill: PrefillInputs | None = None
+    angles: dict[Rope, torch.Tensor] = field(default_factory=dict)  # of length-dependent ropes: cos and sin [T, d]
+
+
+class PagedBatch(ForwardBatch):
+    """A ForwardBatch made from PagedInputs. What only torch's own operations need is derived when they ask for it."""
+
+    paged: PagedInputs
+
+    @cached_property
+    def positions(self) -> torch.Tensor:  # type: ignore[override]
+        """[T] int64"""
+        return self.paged.positions.long()
+
+    @cached_property
+    def state_slots(self) -> torch.Tensor:  # type: ignore[override]
+        """[S] int64"""
+        rows, prefill = self.paged.rows[: self.paged.num_decode], self.paged.prefill
+        return (rows if prefill is None else torch.cat([rows, prefill.rows])).long()
+
+    @cached_property
+    def slots(self) -> list[torch.Tensor]:  # type: ignore[override]
+        """Per group [T] int64: where each token's key and value go."""
+        size, rows = self.cache.block_size, self.paged.rows.long()
+        blocks = [table[rows, self.positions // size] for table in self.paged.tables]
+        return [block.long() * size + self.positions % size for block in blocks]
+
+    def cos_sin(self, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, d/2] of this step's positions in `dtype`, worked out once a step."""
+        if (rope, dtype) not in self.scratch:
+            angles = self.paged.angles.get(rope)
+            rows = self.rotary.tables[rope][self.positions] if angles is None else angles
+            cos, sin = rows.to(dtype).chunk(2, dim=-1)
+            self.scratch[rope, dtype] = cos, sin
+        return self.scratch[rope, dtype]
+
+    def rotation(self, rope: Rope) -> Rotation:
+        """What the kernels need to rotate this step's tokens."""
+        from .kernels.rotary import Rotation
+
+        angles = self.paged.angles.get(rope)
+        if angles is not None:
+            return Rotation(angles, rope.interleaved, by_token=True)
+        return Rotation(self.rotary.tables[rope], rope.interleaved)

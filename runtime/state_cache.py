@@ -1,0 +1,51 @@
+"""What delta-net layers remember of each sequence on one rank: a fixed state in a slot, however long the sequence.
+
+Shapes: N slots, K width of the convolution, C its channels on this rank, v value heads of this rank, dk and dv the
+dimensions of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..shardplan.config import ModelConfig
+from ..shardplan.partition import Axis
+from ..shardplan.recurrent_state import conv_state_shape, recurrent_state_shape
+
+
+class StateCache:
+    """Per delta-net layer the last inputs of the convolution [N, K-1, C], and the state [N, v, dk, dv] in float32.
+
+    There is one slot more than sequences: a scratch slot, the last, that nobody owns.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        axes: Mapping[str, Axis],
+        rank: int,
+        max_num_seqs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_slots = max_num_seqs + 1
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for i, layer in enumerate(model.layers):
+            if layer.delta_net is not None:
+                conv, state = (shape(layer.delta_net, axes, rank) for shape in (conv_state_shape, recurrent_state_shape))
+                self._layers[i] = (
+                    torch.zeros((num_slots, *conv), dtype=dtype, device=device),
+                    torch.zeros((num_slots, *state), dtype=torch.float32, device=device),
+                )
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(convolution inputs, state) of one layer, for all slots."""
+        return self._layers[index]
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Forget whatever `slots` held: a sequence begins there."""
+        for tensors in self._layers.values() if slots else ():
+            for tensor in tensors:
+                tensor[list(slots)] = 0

@@ -1,0 +1,146 @@
+"""Real GGUF files: every tensor bit for bit, the config and the token ids, against transformers and sentencepiece.
+
+SmolLM2 135M (Q4_1, Q8_0) and Gemma 3 270M (Q4_K, Q5_0, Q6_K, Q8_0), from scripts/fetch_models.py [--all].
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+
+from mgtp.shardplan.sources.gguf import GgufSource, open_gguf
+from tests.texts import PLAIN, SPECIAL, random_texts
+
+pytestmark = pytest.mark.real_model
+
+TEXTS = [*PLAIN, *SPECIAL, *random_texts()]
+ROWS = 5000  # at a time, so that ranges begin inside heads
+
+
+@pytest.fixture(scope="module")
+def gemma3(models_folder: Path) -> Path:
+    """Gemma 3 270M as GGUF; skips where it has not been fetched."""
+    path = models_folder / "gemma-3-270m-q4_k_m.gguf"
+    if not path.exists():
+        pytest.skip(f"{path} is missing: run scripts/fetch_models.py --all")
+    return path
+
+
+def tensors_of_transformers(source: GgufSource) -> dict[str, np.ndarray]:
+    """Every tensor as transformers reads it from the file, by Hugging Face name."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(str(source.path), return_tensors=True, model_to_load=model)["tensors"]
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def check_tensors(source: GgufSource) -> None:
+    theirs = tensors_of_transformers(source)
+    assert set(source.tensors) == set(theirs)
+    for name, info in source.tensors.items():
+        assert (info.dtype, info.shape) == ("F32", theirs[name].shape)
+        flat = theirs[name].reshape(len(theirs[name]), -1)
+        for start in range(0, len(flat), ROWS):
+            stop = min(start + ROWS, len(flat))
+            assert np.array_equal(source.rows(name, start, stop).view("u4"), flat[start:stop].view("u4")), name
+
+
+def check_config(source: GgufSource, folder: Path) -> None:
+    from transformers import AutoConfig
+
+    for name, content in source.files.items():
+        (folder / name).write_bytes(content)
+    ours = AutoConfig.from_pretrained(folder).to_dict()
+    theirs = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name).to_dict()
+    not_compared = {"architectures", "_name_or_path", "_model_name_or_path", "quantization_config", "unk_token_id"}
+    for key in (set(ours) | set(theirs)) - not_compared:
+        expected = pytest.approx(theirs[key], rel=1e-6) if key == "rms_norm_eps" else theirs.get(key)
+        assert ours.get(key) == expected, key
+
+
+def test_smollm2(smollm2: Path, tmp_path: Path) -> None:
+    source = open_gguf(smollm2, "smollm2")
+    assert source.notes == []
+    check_tensors(source)
+    check_config(source, tmp_path)
+
+
+def test_smollm2_token_ids(smollm2: Path) -> None:
+    """transformers leaves out that the model's own tokenizer cuts numbers into digits; with that, ids are the same."""
+    from transformers import AutoTokenizer
+
+    source = open_gguf(smollm2, "smollm2")
+    tokenizer = Tokenizer.from_str(source.files["tokenizer.json"].decode())
+    reference = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for text in TEXTS:
+        assert tokenizer.encode(text).ids == reference(text)["input_ids"], text
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    assert json.loads(source.files["generation_config.json"])["eos_token_id"] == [2, 0]
+    assert source.files["chat_template.jinja"].decode() == reference.chat_template
+
+
+def test_gemma3(gemma3: Path, tmp_path: Path) -> None:
+    source = open_gguf(gemma3, "gemma3")
+    assert source.notes == []
+    check_tensors(source)
+    check_config(source, tmp_path)
+
+
+def test_gemma3_token_ids(gemma3: Path) -> None:
+    """sentencepiece is the model's own tokenizer; control tokens, which it does not look for, as in transformers.
+
+    transformers differs in runs of more than 31 spaces, which it merges instead of taking the longest pieces first.
+    """
+    from transformers import AutoTokenizer
+
+    source = open_gguf(gemma3, "gemma3")
+    tokenizer = Tokenizer.from_str(source.files["tokenizer.json"].decode())
+    original = sentencepiece_model(source.path)
+    reference = AutoTokenizer.from_pretrained(gemma3.parent, gguf_file=gemma3.name)
+    for text in TEXTS:
+        found = tokenizer.encode(text).ids
+        if text not in SPECIAL:
+            assert found == [2, *original.encode(text)], text
+        if " " * 32 not in text:
+            assert found == reference(text)["input_ids"], text
+        assert tokenizer.decode(found[1:], skip_special_tokens=False) == text.replace("▁", " ")
+    assert json.loads(source.files["generation_config.json"])["eos_token_id"] == [1, 106]
+
+
+def sentencepiece_model(path: Path) -> Any:
+    """The SentencePiece model that the file was converted from: its pieces, scores and types, and Gemma's settings."""
+    from sentencepiece import SentencePieceProcessor
+
+    from mgtp.shardplan.sources.gguf_header import read_header
+
+    with open(path, "rb") as file:
+        metadata, _ = read_header(file, path.stat().st_size, "gemma3")
+    pb2: Any = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = pb2.ModelProto()
+    tokens, scores, types = (
+        metadata.strings("tokenizer.ggml.tokens"),
+        *(metadata.numbers(f"tokenizer.ggml.{name}").tolist() for name in ("scores", "token_type")),
+    )
+    for text, score, kind in zip(tokens, scores, types, strict=True):
+        piece = model.pieces.add()
+        piece.piece = text.replace(" ", "▁") if kind == 4 else text
+        piece.score, piece.type = score, 2 if text == "<unk>" else kind
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    trainer.model_type, trainer.byte_fallback = 2, True
+    trainer.pad_id, trainer.eos_id, trainer.bos_id, trainer.unk_id = range(4)
+    trainer.pad_piece, trainer.eos_piece, trainer.bos_piece, trainer.unk_piece = tokens[:4]
+    normalizer.name, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces = "identity", False, False
+    return SentencePieceProcessor(model_proto=model.SerializeToString())
