@@ -43,7 +43,7 @@ def plan_blocks(
     wanted = [demand.blocks_per_sequence(g) * demand.max_num_seqs + 1 for g in groups]
     floor, full = _cost(one, size), _cost(wanted, size)
     states = states_bytes(model, axes, rank, demand.max_num_seqs, itemsize)
-    if states > budget:
+    if states > max(budget, 0):
         raise DeviceError(
             f"rank {rank}: the recurrent states of {demand.max_num_seqs} sequences need {states} bytes, "
             f"{max(budget, 0)} are left",

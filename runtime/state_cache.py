@@ -34,11 +34,10 @@ class StateCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for i, layer in enumerate(model.layers):
             if layer.delta_net is not None:
-                conv, state = (shape(layer.delta_net, axes, rank) for shape in (conv_state_shape, recurrent_state_shape))
-                self._layers[i] = (
-                    torch.zeros((num_slots, *conv), dtype=dtype, device=device),
-                    torch.zeros((num_slots, *state), dtype=torch.float32, device=device),
-                )
+                conv_shape = num_slots, *conv_state_shape(layer.delta_net, axes, rank)
+                state_shape = num_slots, *recurrent_state_shape(layer.delta_net, axes, rank)
+                conv = torch.zeros(conv_shape, dtype=dtype, device=device)
+                self._layers[i] = conv, torch.zeros(state_shape, dtype=torch.float32, device=device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(convolution inputs, state) of one layer, for all slots."""

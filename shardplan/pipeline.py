@@ -21,7 +21,7 @@ from .rank_file import RankFile
 from .slicing import check_finite, part_of_window, windows
 from .sources.base import Source
 
-_QUEUED_WINDOWS = 2
+_QUEUED_WINDOWS = 4
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-JOB_SECONDS = 60
+JOB_SECONDS = 180
 
 
 class World:

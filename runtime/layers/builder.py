@@ -78,9 +78,7 @@ class LayerBuilder:
         names = [packed] if f"{packed}.weight" in self.weights else [f"{prefix}gate_proj", f"{prefix}up_proj"]
         return GatedMLP(self.column(*names), self.row(f"{prefix}down_proj"), self.model.activation)
 
-    def mixture(
-        self, router: str, experts: str, ffn: Ffn, names: tuple[str, str, str], pick: Pick
-    ) -> MixtureOfExperts:
+    def mixture(self, router: str, experts: str, ffn: Ffn, names: tuple[str, str, str], pick: Pick) -> MixtureOfExperts:
         """Experts that the checkpoint holds one by one; `names` are what it calls their gate, up and down."""
         gate, up, down = names
         numbers, width, hidden = range(ffn.num_experts), self.size(ffn.axis), self.model.hidden_size

@@ -43,11 +43,8 @@ def delta_chunks(
     q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, size)) for x in (q, k, v))
     g, beta = (F.pad(x, (0, pad)).unflatten(1, (-1, size)) for x in (g, beta))
 
-    since_start = g.cumsum(-1)  # [h, N, C], log of the decay from the chunk's start up to a token
-    between = since_start.unsqueeze(-1) - since_start.unsqueeze(-2)  # [.., i, j]: from token j to token i
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    decay = between.masked_fill(later, float("-inf")).exp()
-    from_start = since_start.exp().unsqueeze(-1)
+    decay = _decays(g)
+    from_start = g.cumsum(-1).exp().unsqueeze(-1)
     weighted_k = k * beta.unsqueeze(-1)
 
     # What each token writes: its value less what the chunk's earlier tokens, and the state before it, already say.
@@ -57,11 +54,23 @@ def delta_chunks(
     fresh, known = writes.split([v.shape[-1], k.shape[-1]], dim=-1)
 
     attention = (q @ k.transpose(-1, -2)) * decay
-    q, k = q * from_start, k * (since_start[..., -1:] - since_start).exp().unsqueeze(-1)
-    over_chunk = since_start[..., -1].exp()[..., None, None]
+    q, k = q * from_start, k * decay[..., -1, :].unsqueeze(-1)
+    over_chunk = from_start[..., -1:, :]
     outputs = []
     for i in range(q.shape[1]):
         written = fresh[:, i] - known[:, i] @ state
         outputs.append(q[:, i] @ state + attention[:, i] @ written)
         state = state * over_chunk[:, i] + k[:, i].transpose(-1, -2) @ written
     return torch.cat(outputs, dim=1)[:, :tokens], state
+
+
+def _decays(g: torch.Tensor) -> torch.Tensor:
+    """[.., C] -> [.., C, C]: the decay from token j to token i, exp(g[j+1] + .. + g[i]), and 0 where j is later.
+
+    Each sum is taken for itself: as a difference of running sums it would lose the digits that exp then magnifies
+    (Dao and Gu 2024, "segsum").
+    """
+    size = g.shape[-1]
+    ones = torch.ones(size, size, dtype=torch.bool, device=g.device)
+    sums = g.unsqueeze(-1).where(ones.tril(-1), 0.0).cumsum(-2)
+    return sums.where(ones.tril(), float("-inf")).exp()

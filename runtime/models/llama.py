@@ -28,10 +28,10 @@ class LlamaLayer(PreNormLayer):
         p = f"model.layers.{index}."
         config = build.model.layers[index].attention
         assert config is not None
-        norms = {n: build.norm(f"{p}self_attn.{n}") for n in ("q_norm", "k_norm")} if head_norms else {}
+        q_norm, k_norm = (build.norm(f"{p}self_attn.{n}") if head_norms else None for n in ("q_norm", "k_norm"))
         super().__init__(
             build.norm(f"{p}input_layernorm"),
-            SelfAttention(build, index, config, **norms),
+            SelfAttention(build, index, config, q_norm=q_norm, k_norm=k_norm),
             build.norm(f"{p}post_attention_layernorm"),
             make_mlp(build, index),
         )

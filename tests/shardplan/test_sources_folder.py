@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+
 from mgtp.shardplan.errors import CheckpointError
 from mgtp.shardplan.planner import make_plan, match
 from mgtp.shardplan.sources import open_source
 from mgtp.shardplan.sources.base import Source
-from safetensors.numpy import load_file, save_file
-
 from tests.tiny import INDEX, edit_json, llama_config, llama_tensors, write_json, write_llama, write_tokenizer
 
 DOWN_0 = "model.layers.0.mlp.down_proj.weight"

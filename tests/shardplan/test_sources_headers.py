@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from mgtp.shardplan.errors import CheckpointError
 from mgtp.shardplan.sources.headers import HEADER_LIMIT, read_header
-from safetensors.numpy import save_file
 
 TENSORS = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from mgtp.shardplan.layout import FINGERPRINT_LENGTH
 from mgtp.shardplan.sources import open_source
 from mgtp.shardplan.sources.hub_errors import translate
-from safetensors.numpy import save_file
-
 from tests.hub_stand_in import HubStandIn
 from tests.tiny import INDEX, write_json, write_llama, write_tokenizer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from mgtp.shardplan.errors import CheckpointError, MgtpError, UsageError
 from mgtp.shardplan.sources import open_source
-
 from tests.tiny import write_llama
 
 

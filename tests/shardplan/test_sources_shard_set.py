@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+
 from mgtp.shardplan.errors import CheckpointError, UsageError
 from mgtp.shardplan.planner import make_plan
 from mgtp.shardplan.sources import open_source
 from mgtp.shardplan.writer import write_shards
-from safetensors.numpy import load_file, save_file
-
 from tests.tiny import write_llama, write_tokenizer
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from mgtp.shardplan.errors import CheckpointError
 from mgtp.shardplan.sources.tokenizer_check import check_tokenizer
 
