@@ -110,10 +110,17 @@ def parse_rope(
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str | None = None) -> Mapping[str, Any]:
-    """The rope dictionary in force, legacy or new, for one layer type where they are nested."""
-    params = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(params, Mapping):
-        raise CheckpointError(f"rope settings in config.json must be an object, not {shown(params)}", "fix config.json")
+    """The rope dictionary in force, legacy or new, for one layer type where they are nested.
+
+    Raises CheckpointError when either of the two is there and not an object.
+    """
+    given = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    for params in given:
+        if not isinstance(params, Mapping):
+            raise CheckpointError(
+                f"rope settings in config.json must be an object, not {shown(params)}", "fix config.json"
+            )
+    params = given[0] if given else {}
     if layer_type is not None and isinstance(params.get(layer_type), Mapping):
         return params[layer_type]
     return params

@@ -61,6 +61,14 @@ def cached_logits(communicator: Communicator, shard_set: str, prompt: list[int],
     return torch.cat([worker.runner.forward(prompt_step(worker, prompt, a, b, first)) for a, b in steps])
 
 
+def chunked_logits(communicator: Communicator, shard_set: str, prompt: list[int], size: int) -> torch.Tensor:
+    """[T, V]: the logits of every token of one prompt, `size` tokens at once."""
+    worker = load_worker(communicator, shard_set, max_num_seqs=1)
+    spans = [(a, min(a + size, len(prompt))) for a in range(0, len(prompt), size)]
+    steps = [prompt_step(worker, prompt, a, b, len(prompt)) for a, b in spans]
+    return torch.cat([worker.runner.forward(step, all_logits=True) for step in steps])
+
+
 def prompt_step(worker: RankWorker, prompt: list[int], start: int, stop: int, prompt_len: int = 0) -> Step:
     """A step that computes tokens [start, stop) of one prompt, with plain tables that never free a block."""
     blocks = -(-len(prompt) // worker.options.block_size)

@@ -44,7 +44,7 @@ def _base() -> Path:
     if runtime and len(runtime) < 40 and os.access(runtime, os.W_OK):
         return Path(runtime)
     base = tempfile.gettempdir()
-    return Path(base if len(base) < 60 else "/tmp")
+    return Path(base if len(base) < 70 else "/tmp")
 
 
 def _identity(pid: int) -> str:

@@ -6,8 +6,8 @@ across their segments, rotations of part of a head or in other pairs, windows, a
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +22,8 @@ from tests.reference import (
     reference_greedy,
     reference_logits,
 )
+from tests.threads import run_in_threads
+from tests.variants import VARIANTS, build_variant
 
 RECIPES = (
     "gemma3",
@@ -35,19 +37,26 @@ RECIPES = (
     "granite",
     "glm4",
 )
-PROMPT = recipe_prompt(30)
-FIRST = 11  # tokens that go into the cache at once
+SIZES = {name: (1, 2, 3, 4) for name in RECIPES} | {name: (1, 2, 3, 4, 6) for name in ("gemma4_keqv", "phi3")}
+
+PROMPT = recipe_prompt(26, vocab=97)  # more than a window, less than Phi-3's original length
+FIRST = 19  # tokens that go into the cache at once
+NEW = 12  # further tokens, with which Phi-3 exceeds its original length
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(folder: str, dtype: str = "float32") -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's logits of PROMPT: in one pass, and with its cache."""
     model = load_reference(folder, dtype)
     return reference_logits(model, PROMPT), reference_cached_logits(model, PROMPT, FIRST)
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4, 6))
-@pytest.mark.parametrize("name", RECIPES)
+def limit_in_float64(full: torch.Tensor, cached: torch.Tensor) -> float:
+    """What may differ in float64: next to nothing, or what the reference itself differs by."""
+    return max(2e-6, 2 * max_difference(full[FIRST - 1 :], cached))
+
+
+@pytest.mark.parametrize(("name", "tp_size"), [(name, tp) for name, sizes in SIZES.items() for tp in sizes])
 def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, sharded):
     folder = recipe_checkpoint(name)
     full, cached = expected(str(folder))
@@ -56,18 +65,93 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
         assert_close(ours, full, 1e-4, "full")
     for ours in world.run(tp_size, cached_logits, shard_set, PROMPT, FIRST):
         assert_close(ours, cached, 1e-4, "cached")
-    ids = world.run(tp_size, greedy, shard_set, PROMPT, 24)[0]
-    assert ids == reference_greedy(load_reference(str(folder)), PROMPT, 24)
+    ids = world.run(tp_size, greedy, shard_set, PROMPT, NEW)[0]
+    assert ids == reference_greedy(load_reference(str(folder)), PROMPT, NEW)
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("tp_size", (1, 3, 4))
 @pytest.mark.parametrize("name", RECIPES)
-def test_logits_in_float64(name, tp_size, world, recipe_checkpoint, sharded):
+def test_logits_in_float64(name, tp_size, recipe_checkpoint, sharded):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""
     folder = recipe_checkpoint(name, "float64")
     full, cached = expected(str(folder), "float64")
-    limit = max(2e-6, 2 * max_difference(full[FIRST - 1 :], cached))
-    shard_set = sharded(folder, tp_size, "float64")
-    print(name, tp_size, "gap", max_difference(full[FIRST - 1 :], cached), "full", max_difference(world.run(tp_size, full_logits, shard_set, PROMPT)[0], full), "cached", max_difference(world.run(tp_size, cached_logits, shard_set, PROMPT, FIRST)[0], cached))
-    assert_close(world.run(tp_size, full_logits, shard_set, PROMPT)[0], full, limit, "full")
-    assert_close(world.run(tp_size, cached_logits, shard_set, PROMPT, FIRST)[0], cached, limit, "cached")
+    limit, shard_set = limit_in_float64(full, cached), sharded(folder, tp_size, "float64")
+    assert_close(run_in_threads(tp_size, full_logits, shard_set, PROMPT)[0], full, limit, "full")
+    assert_close(run_in_threads(tp_size, cached_logits, shard_set, PROMPT, FIRST)[0], cached, limit, "cached")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_bfloat16_errs_no_more_than_the_reference(name, recipe_checkpoint, sharded):
+    """Casts and roundings in other places than the reference's would add up to more than its own error."""
+    folder = recipe_checkpoint(name)
+    want = expected(str(folder))[0]
+    own_error = (reference_logits(load_reference(str(folder), "bfloat16"), PROMPT) - want).square().mean().sqrt()
+    for tp_size in (1, 3):
+        ours = run_in_threads(tp_size, full_logits, sharded(folder, tp_size, "bfloat16"), PROMPT)[0]
+        error = (ours.float() - want).square().mean().sqrt()
+        assert error <= 2 * own_error, f"tp {tp_size}: {error:.3g}, the reference {own_error:.3g}"
+
+
+@pytest.mark.parametrize("name", ("gemma3", "gemma4_e", "gemma4_keqv", "hunyuan", "phi3"))
+def test_mixed_requests_equal_single_ones(name, world, recipe_checkpoint, sharded):
+    """Requests of all lengths together, prompts in pieces, blocks freed behind windows: tokens stay the same."""
+    from mgtp.runtime.sampling_params import SamplingParams
+
+    folder = recipe_checkpoint(name)
+    prompts = [recipe_prompt(n, seed=n) for n in (3, 29, 17, 1, 12)]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 5, 12, 7, 3)]
+    model = load_reference(str(folder))
+    want = [reference_greedy(model, p, s.max_tokens) for p, s in zip(prompts, params, strict=True)]
+    options = {"max_num_seqs": 3, "max_batch_tokens": 16, "block_size": 4, "max_model_len": 48}
+    assert world.run(2, _run_with, sharded(folder, 2), prompts, params, options)[0] == want
+
+
+def _run_with(communicator, shard_set, prompts, params, options):
+    return run_requests(communicator, shard_set, prompts, params, **options)
+
+
+@pytest.fixture(scope="module")
+def variant_checkpoint(tmp_path_factory):
+    """A function that saves a model of tests/variants.py and gives its folder."""
+
+    @cache
+    def checkpoint(label: str) -> Path:
+        folder = tmp_path_factory.mktemp("variant")
+        build_variant(label).save_pretrained(folder)
+        return folder
+
+    return checkpoint
+
+
+@pytest.mark.parametrize("label", VARIANTS)
+def test_other_shapes(label, variant_checkpoint, sharded):
+    """Heads, widths, windows, patterns and options other than the recipes', up to one rank a query head."""
+    folder = variant_checkpoint(label)
+    full, cached = expected(str(folder))
+    config = load_reference(str(folder)).config.get_text_config()
+    for tp_size in (1, 2, 3, config.num_attention_heads):
+        shard_set = sharded(folder, tp_size)
+        for ours in run_in_threads(tp_size, full_logits, shard_set, PROMPT):
+            assert_close(ours, full, 1e-4, f"tp {tp_size}, full")
+        for ours in run_in_threads(tp_size, cached_logits, shard_set, PROMPT, FIRST):
+            assert_close(ours, cached, 1e-4, f"tp {tp_size}, cached")
+
+
+@pytest.mark.parametrize("name", ("gemma4_vl", "gemma3_vl"))
+def test_placeholder_ids_in_a_prompt(name, recipe_checkpoint, sharded):
+    """The reference reads the ids of images, videos and sound as padding (Gemma 4), or as they are (Gemma 3)."""
+    folder, prompt = recipe_checkpoint(name), [20, 5, 30, 6, 7, 5, 40, 50]
+    want = reference_logits(load_reference(str(folder)), prompt)
+    for ours in run_in_threads(2, full_logits, sharded(folder, 2), prompt):
+        assert_close(ours, want, 1e-4, name)
+
+
+def test_longrope_goes_by_the_longer_of_prompt_and_position(recipe_checkpoint, sharded):
+    """A prompt beyond the original length takes the long factors from its first token on, as the reference does."""
+    folder, prompt = recipe_checkpoint("phi3"), recipe_prompt(45)
+    model = load_reference(str(folder))
+    assert_close(
+        run_in_threads(2, full_logits, sharded(folder, 2), prompt)[0], reference_logits(model, prompt), 1e-4, "full"
+    )
+    ours = run_in_threads(2, cached_logits, sharded(folder, 2), prompt, 30)[0]
+    assert_close(ours, reference_cached_logits(model, prompt, 30), 1e-4, "across the original length")

@@ -1,0 +1,89 @@
+"""Running `mgtp` as users do, and making sure that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMAND_SECONDS = 120
+
+
+@dataclass
+class Finished:
+    """What a command left: exit code, stdout and stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(folder: Path, **extra: str) -> dict[str, str]:
+    """The test's environment with run folders under `folder`."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("XDG_RUNTIME_DIR", "MGTP_LOG_LEVEL")}
+    return {**clean, "TMPDIR": str(folder), **extra}
+
+
+def start(folder: Path, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+    """`mgtp` with `arguments`, its run folders under `folder`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "mgtp.cli", *arguments],
+        env=environment(folder, **extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def mgtp(folder: Path, *arguments: str, code: int | None = 0, **extra: str) -> Finished:
+    """Run to the end; checks the exit code, the form of errors, and that no process or folder is left."""
+    process = start(folder, *arguments, **extra)
+    try:
+        out, err = process.communicate(timeout=COMMAND_SECONDS)
+    except BaseException:
+        process.kill()
+        raise
+    assert code is None or process.returncode == code, f"exit code {process.returncode}, stderr:\n{err}"
+    assert "Traceback" not in err, err
+    assert_nothing_left(folder)
+    return Finished(process.returncode, out, err)
+
+
+def rank_pids(folder: Path) -> list[int]:
+    """Processes whose run folder lies under `folder`."""
+    mark, found = f"MGTP_RUN_FOLDER={folder}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(v.startswith(mark) for v in variables):
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_for_ranks(folder: Path, count: int, seconds: float = 60) -> list[int]:
+    """Wait until `count` rank processes run; their pids."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pids = rank_pids(folder)
+        if len(pids) >= count:
+            return pids
+        time.sleep(0.05)
+    raise AssertionError(f"{count} ranks did not start within {seconds} s")
+
+
+def assert_nothing_left(folder: Path, seconds: float = 5) -> None:
+    """Fail when rank processes or run folders under `folder` are still there after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [*rank_pids(folder), *(p.name for p in folder.glob("mgtp-*"))]
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
