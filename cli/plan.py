@@ -1,10 +1,155 @@
-"""`mgtp plan`: what each rank gets."""
+"""`mgtp plan`: what each rank gets, and whether it fits."""
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..shardplan.errors import UsageError
 from .app import app
+from .launching import JsonOption, MaxModelLenOption
+from .shard import ModelArgument, RevisionOption, SharesOption
+
+if TYPE_CHECKING:
+    from ..shardplan.config import ModelConfig
+    from ..shardplan.plan import ShardPlan
+    from ..shardplan.plan_report import PlanReport
+
+log = logging.getLogger("mgtp.cli")
 
 
 @app.command()
-def plan() -> None:
-    """Show what each rank gets."""
+def plan(
+    model: ModelArgument,
+    tp_size: Annotated[
+        int | None, typer.Option(min=1, help="The number of ranks; for a shard set, its own when left out.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16, float32, float64.")] = "auto",
+    shares: SharesOption = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Does it fit: one size for all ranks or one a rank, such as 24GiB,12GiB.")
+    ] = None,
+    max_model_len: MaxModelLenOption = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what each rank would get, from headers alone: nothing is written, a hub model's weights are not downloaded.
+
+    With --device-memory it answers whether that fits, and exits 4 when it does not; else GPUs that are found are taken.
+
+    JSON: model, is_shard_set, architecture, tp_size, dtype, shares, fingerprint (null until the weights were read),
+    total_weight_bytes, imbalance (largest rank over mean), even_tp_sizes, axes (size, unit, ranges, copied), ties,
+    notes, ranks (rank, file, file_bytes, weight_bytes, parts, kv_bytes_per_token, window_bytes_per_sequence,
+    state_bytes_per_sequence, workspace_bytes), fit (null, or fits, max_model_len, longest_context, max_sequences,
+    smallest_tp_size, proposed_shares, proposed_longest_context, ranks).
+    """
+    from ..shardplan.plan_report import check_fits, report_fit, report_plan
+    from ..shardplan.quantities import parse_sizes
+    from .console import print_json
+
+    found, config, is_shard_set = _plan(model, tp_size, dtype, shares, revision)
+    report = report_plan(model, found, config, is_shard_set=is_shard_set)
+    sizes = parse_sizes(device_memory, "--device-memory") if device_memory is not None else _devices(found.tp_size)
+    if sizes:
+        report.fit = report_fit(found, config, sizes, max_model_len)
+    elif max_model_len is not None:
+        raise UsageError("--max-model-len needs to know the memory", "add --device-memory, such as 24GiB")
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if report.fit is not None and device_memory is not None:
+        check_fits(model, report.tp_size, report.dtype, report.fit)
+
+
+def _plan(
+    model: str, tp_size: int | None, dtype: str, shares: str | None, revision: str | None
+) -> tuple[ShardPlan, ModelConfig, bool]:
+    """The plan, the model it is for, and whether it is that of an existing shard set."""
+    import os
+    from pathlib import Path
+
+    from ..shardplan.plan import PLAN_FILE, effective_model
+    from ..shardplan.planner import make_plan, match
+    from ..shardplan.quantities import parse_shares
+    from ..shardplan.shard_set import ShardSet
+    from ..shardplan.sources import open_source
+
+    path = Path(os.path.expanduser(model))
+    if (path / PLAN_FILE).exists():
+        shard_set = ShardSet.open(path)
+        held = shard_set.plan
+        if tp_size in (None, held.tp_size) and dtype in ("auto", held.dtype) and shares is None:
+            return held, shard_set.model, True
+        tp_size = tp_size or held.tp_size
+        log.info("%s has %d rank(s) in %s: this is what cutting it again would give", model, held.tp_size, held.dtype)
+    if tp_size is None:
+        raise UsageError(f"{model} is not a shard set: --tp-size is missing", "say how many ranks: --tp-size N")
+    weights = parse_shares(shares, tp_size) if shares is not None else []
+    source = open_source(model, revision=revision, headers_only=True)
+    made = make_plan(source, tp_size, dtype, weights)
+    return made, effective_model(match(source).model, made), False
+
+
+def _devices(tp_size: int) -> list[int]:
+    """The memory of the GPUs that are found, when there are enough of them."""
+    from ..runtime.launch.devices import DriverError, visible_gpus
+
+    try:
+        gpus = visible_gpus()
+    except DriverError:
+        return []
+    return [gpu.total_bytes for gpu in gpus[:tp_size]] if len(gpus) >= tp_size else []
+
+
+def _print(report: PlanReport) -> None:
+    """A table of the ranks, then a line each for balance, ties and fit."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .console import human_bytes
+
+    table = Table(box=None, pad_edge=False)
+    axes = list(report.axes)
+    for column in ("rank", *(name.replace("_", " ") for name in axes), "weights", "KV/token"):
+        table.add_column(column, justify="right")
+    if report.fit is not None:
+        for column in ("device", "for the cache", "longest context", "sequences"):
+            table.add_column(column, justify="right")
+    for r in report.ranks:
+        cells = [str(r.parts[name]) for name in axes]
+        row = [str(r.rank), *cells, human_bytes(r.weight_bytes), human_bytes(r.kv_bytes_per_token)]
+        if report.fit is not None:
+            f = report.fit.ranks[r.rank]
+            row += [human_bytes(f.device_bytes), human_bytes(f.cache_bytes), str(f.longest_context), str(f.max_sequences)]
+        table.add_row(*row)
+    Console(width=None if Console().is_terminal else 160, highlight=False).print(table)
+    copied = [name.replace("_", " ") for name, axis in report.axes.items() if axis.copied]
+    even = ", ".join(map(str, report.even_tp_sizes))
+    print(f"{report.architecture}, {report.dtype}, {human_bytes(report.total_weight_bytes)} of weights in all")
+    print(f"the largest rank has {report.imbalance:.3f} x the mean; even tp sizes: {even}")
+    if copied:
+        print(f"copied to several ranks: {', '.join(copied)}")
+    for name, other in report.ties.items():
+        print(f"tied: {name} is {other}")
+    for note in report.notes:
+        print(f"note: {note}")
+    _print_fit(report)
+
+
+def _print_fit(report: PlanReport) -> None:
+    fit = report.fit
+    if fit is None:
+        return
+    if fit.fits:
+        print(
+            f"fits: up to {fit.longest_context} tokens in one sequence, "
+            f"or {fit.max_sequences} sequence(s) of {fit.max_model_len} tokens at once"
+        )
+    else:
+        print(f"does not fit (one sequence may have {fit.longest_context} tokens)")
+    if fit.proposed_shares is not None:
+        shares = ",".join(map(str, fit.proposed_shares))
+        print(f"for these devices: --shares {shares}, for up to {fit.proposed_longest_context} tokens in one sequence")

@@ -23,6 +23,9 @@ from .sources.base import Source
 
 _QUEUED_WINDOWS = 4
 
+_LARGE_WINDOW = 8 << 20
+"""Bytes of a window (a single large row) before whose successor is read everything has to be written."""
+
 
 @dataclass(frozen=True)
 class _Window:
@@ -53,6 +56,8 @@ class _Worker(threading.Thread):
                     self._write(window)
                 except Exception as error:
                     self.failure = error
+            del window  # its memory is free before the next one comes
+            self.windows.task_done()
 
     def _write(self, window: _Window) -> None:
         for file in self.files:
@@ -152,6 +157,9 @@ def _read_tensor(
         window = _Window(index, start, values, start == 0, stop == num_rows)
         for worker in workers:
             worker.windows.put(window)
+        if values.nbytes > _LARGE_WINDOW:
+            for worker in workers:
+                worker.windows.join()
         _raise_failures(workers)
         progress.collect()
         on_read(values.nbytes)

@@ -61,9 +61,9 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     folder = recipe_checkpoint(name)
     full, cached = expected(str(folder))
     shard_set = sharded(folder, tp_size)
-    for ours in world.run(tp_size, full_logits, shard_set, PROMPT):
+    for ours in run_in_threads(tp_size, full_logits, shard_set, PROMPT):
         assert_close(ours, full, 1e-4, "full")
-    for ours in world.run(tp_size, cached_logits, shard_set, PROMPT, FIRST):
+    for ours in run_in_threads(tp_size, cached_logits, shard_set, PROMPT, FIRST):
         assert_close(ours, cached, 1e-4, "cached")
     ids = world.run(tp_size, greedy, shard_set, PROMPT, NEW)[0]
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, NEW)

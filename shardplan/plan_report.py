@@ -1,0 +1,174 @@
+"""What a plan means for people: per rank its part of every axis and its bytes, how even that is, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from .config import ModelConfig
+from .dtypes import itemsize
+from .errors import DeviceError, UsageError
+from .fit import COLLECTIVE_BYTES, CONTEXT_BYTES, Fit, cache_needs, even_tp_sizes, fit, propose_shares, smallest_tp_size
+from .fit import rank_weights, workspace_bytes
+from .partition import model_axes
+from .plan import AxisPlan, ShardPlan
+
+
+class RankReport(msgspec.Struct):
+    """One rank. `parts` counts its units of every axis; bytes of weights without padding; cache per sequence."""
+
+    rank: int
+    file: str
+    file_bytes: int
+    weight_bytes: int
+    parts: dict[str, int]
+    kv_bytes_per_token: int
+    window_bytes_per_sequence: int
+    state_bytes_per_sequence: int
+    workspace_bytes: int
+
+
+class RankFitReport(msgspec.Struct):
+    """What one rank's device has left for the cache, and what that is enough for."""
+
+    rank: int
+    device_bytes: int
+    cache_bytes: int
+    longest_context: int
+    max_sequences: int
+
+
+class FitReport(msgspec.Struct):
+    """The answer to 'does it fit'. `smallest_tp_size` is there when it does not; shares when devices are unequal."""
+
+    fits: bool
+    max_model_len: int
+    longest_context: int
+    max_sequences: int
+    smallest_tp_size: int | None
+    proposed_shares: list[int] | None
+    proposed_longest_context: int | None
+    ranks: list[RankFitReport]
+
+
+class PlanReport(msgspec.Struct):
+    """The JSON document of `mgtp plan`."""
+
+    model: str
+    is_shard_set: bool
+    architecture: str
+    tp_size: int
+    dtype: str
+    shares: list[int]
+    fingerprint: str | None
+    total_weight_bytes: int
+    imbalance: float
+    even_tp_sizes: list[int]
+    axes: dict[str, AxisPlan]
+    ties: dict[str, str]
+    notes: list[str]
+    ranks: list[RankReport]
+    fit: FitReport | None = None
+
+
+def report_plan(label: str, plan: ShardPlan, model: ModelConfig, *, is_shard_set: bool) -> PlanReport:
+    """The report of a plan, without a fit. `model` has the plan's ties (see plan.effective_model)."""
+    axes, size = plan.shared_axes(), itemsize(plan.dtype)
+    ranks = []
+    for r in plan.ranks:
+        cache = cache_needs(model, axes, r.rank, size)
+        ranks.append(
+            RankReport(
+                rank=r.rank,
+                file=r.file,
+                file_bytes=r.bytes,
+                weight_bytes=r.weight_bytes,
+                parts={name: axis.ranges[r.rank][1] - axis.ranges[r.rank][0] for name, axis in axes.items()},
+                kv_bytes_per_token=cache.bytes_per_token,
+                window_bytes_per_sequence=cache.window_bytes,
+                state_bytes_per_sequence=cache.state,
+                workspace_bytes=workspace_bytes(model, axes, r.rank, size),
+            )
+        )
+    weights = [r.weight_bytes for r in ranks]
+    return PlanReport(
+        model=label,
+        is_shard_set=is_shard_set,
+        architecture=plan.architecture,
+        tp_size=plan.tp_size,
+        dtype=plan.dtype,
+        shares=plan.shares,
+        fingerprint=plan.fingerprint or None,
+        total_weight_bytes=sum(weights),
+        imbalance=max(weights) * len(weights) / sum(weights),
+        even_tp_sizes=even_tp_sizes(model),
+        axes=plan.axes,
+        ties=plan.ties,
+        notes=plan.notes,
+        ranks=ranks,
+    )
+
+
+def report_fit(
+    plan: ShardPlan, model: ModelConfig, device_bytes: Sequence[int], max_model_len: int | None
+) -> FitReport:
+    """Whether the plan fits on devices of that size: one for all ranks, or one a rank. Raises UsageError."""
+    if len(device_bytes) not in (1, plan.tp_size):
+        raise UsageError(
+            f"--device-memory has {len(device_bytes)} sizes, the tp size is {plan.tp_size}",
+            "give one size for all ranks, or one a rank",
+        )
+    if max_model_len is not None and max_model_len > model.max_position:
+        raise UsageError(
+            f"--max-model-len {max_model_len} is more than the model's {model.max_position} positions",
+            f"use {model.max_position} or less",
+        )
+    devices = list(device_bytes) * (plan.tp_size if len(device_bytes) == 1 else 1)
+    size = itemsize(plan.dtype)
+    weights = [r.bytes - r.data_offset for r in plan.ranks]
+    found = fit(model, plan.shared_axes(), weights, size, devices, max_model_len)
+    shares, better = _proposal(model, plan, devices, max_model_len, found)
+    return FitReport(
+        fits=found.fits,
+        max_model_len=found.max_model_len,
+        longest_context=found.longest_context,
+        max_sequences=found.max_sequences,
+        smallest_tp_size=None if found.fits else smallest_tp_size(model, size, min(devices), max_model_len),
+        proposed_shares=shares,
+        proposed_longest_context=better.longest_context if better is not None else None,
+        ranks=[
+            RankFitReport(r.rank, r.device_bytes, max(r.cache_budget, 0), r.longest_context, r.max_sequences)
+            for r in found.ranks
+        ],
+    )
+
+
+def check_fits(label: str, tp_size: int, dtype: str, report: FitReport) -> None:
+    """Raise DeviceError, with the smallest tp size that would do, when the plan does not fit."""
+    if report.fits:
+        return
+    tight = min(report.ranks, key=lambda r: (r.longest_context, r.max_sequences, r.cache_bytes))
+    what = f"a sequence of {report.max_model_len} tokens" if tight.longest_context else "any sequence"
+    message = f"{label} in {dtype} does not fit at tp size {tp_size}: {tight.cache_bytes} bytes are left for the cache of rank {tight.rank}"
+    hints = [f"--tp-size {report.smallest_tp_size}"] if report.smallest_tp_size is not None else []
+    if report.proposed_shares is not None and report.proposed_longest_context:
+        hints.append(f"--shares {','.join(map(str, report.proposed_shares))}")
+    if tight.longest_context:
+        hints.append(f"--max-model-len {report.longest_context}")
+    hint = "use " + " or ".join(hints) if hints else "no number of ranks makes it fit: use devices with more memory"
+    raise DeviceError(f"{message}, too little for {what}", hint)
+
+
+def _proposal(
+    model: ModelConfig, plan: ShardPlan, devices: list[int], max_model_len: int | None, found: Fit
+) -> tuple[list[int] | None, Fit | None]:
+    """Shares for unequal devices and the fit they would give; nothing when the plan has these shares already."""
+    if len(set(devices)) == 1:
+        return None, None
+    workspace = max(r.workspace_bytes for r in found.ranks)
+    shares = propose_shares(devices, CONTEXT_BYTES + COLLECTIVE_BYTES + workspace)
+    if shares == plan.shares:
+        return None, None
+    axes, size = model_axes(model, shares), itemsize(plan.dtype)
+    return shares, fit(model, axes, rank_weights(model, axes, len(shares), size), size, devices, max_model_len)

@@ -1,0 +1,150 @@
+"""The main job on a GPU: bf16 as close to float32 as the reference's own bf16, ranks that share a device, one read a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import mgtp
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")]
+
+
+@pytest.fixture
+def short_folder():
+    """A short path, for the Unix sockets of runs."""
+    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def medium(tmp_path_factory) -> Path:
+    """A random Llama of 8 layers, hidden 1024, 16 query and 4 kv heads, in float32."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4099, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=4, max_position_embeddings=4096, initializer_range=0.05, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+    folder = tmp_path_factory.mktemp("medium") / "model"
+    model.save_pretrained(folder)
+    return folder
+
+
+def rank_logits(shard_set: str, prompt: list[int]) -> torch.Tensor:
+    """[T, V] of a single rank on the GPU, in this process."""
+    from mgtp.runtime.communicator import SingleRank
+    from mgtp.runtime.options import RankOptions
+    from mgtp.runtime.rank_worker import RankWorker
+    from mgtp.runtime.runner import Place
+
+    from tests.rank_jobs import GroupLink, prompt_step
+
+    worker = RankWorker(GroupLink(SingleRank(), RankOptions(shard_set, 1, "cuda", [0], max_model_len=2048)))  # type: ignore[arg-type]
+    worker.place = Place(torch.device("cuda", 0), SingleRank())
+    worker.load()
+    worker.allocate()
+    return worker.runner.forward(prompt_step(worker, prompt, 0, len(prompt)), all_logits=True).float().cpu()
+
+
+def test_bf16_is_as_close_to_float32_as_the_reference(medium, sharded):
+    import transformers
+
+    prompt = torch.randint(3, 4099, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def reference(dtype: torch.dtype) -> torch.Tensor:
+        cls = transformers.LlamaForCausalLM
+        model = cls.from_pretrained(medium, dtype=dtype, attn_implementation="eager").cuda().eval()
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([prompt]).cuda(), use_cache=False).logits[0].float().cpu()
+
+    exact, rounded = reference(torch.float32), reference(torch.bfloat16)
+    ours = rank_logits(sharded(medium, 1, "bfloat16"), prompt)
+    allowed = (rounded - exact).abs().max().item()
+    difference = (ours - exact).abs().max().item()
+    print(f"bf16 against float32: ours {difference:.4f}, transformers {allowed:.4f}")
+    assert difference <= 2 * allowed
+    top = exact.topk(2).values
+    clear = top[:, 0] - top[:, 1] > 4 * allowed
+    assert clear.any()
+    assert torch.equal(ours.argmax(-1)[clear], exact.argmax(-1)[clear])
+
+
+def test_ranks_that_share_a_device_agree_with_one(short_folder, medium, sharded):
+    prompt = ",".join(map(str, range(10, 60)))
+    options = ("--temperature", "0", "--max-tokens", "48", "--ignore-eos", "--json", "--device", "cuda")
+    outputs = []
+    for tp_size, extra in ((1, ()), (2, ("--allow-shared-device", "--devices", "0"))):
+        shard_set = sharded(medium, tp_size)
+        run = mgtp(short_folder, "generate", shard_set, "--prompt-ids", prompt, *options, *extra)
+        outputs.append(json.loads(run.out)["token_ids"])
+        assert "detected" in run.err
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_over_nccl_agree_with_one(short_folder, medium, sharded):
+    prompt = ",".join(map(str, range(10, 60)))
+    options = ("--temperature", "0", "--max-tokens", "48", "--ignore-eos", "--json", "--device", "cuda")
+    runs = [
+        json.loads(mgtp(short_folder, "generate", sharded(medium, n), "--prompt-ids", prompt, *options).out)
+        for n in (1, 2)
+    ]
+    assert runs[0]["token_ids"] == runs[1]["token_ids"]
+    assert len({r["device"] for r in runs[1]["ranks"]}) == 2
+
+
+def test_more_ranks_than_devices_is_refused_before_anything_starts(short_folder, medium, sharded):
+    count = torch.cuda.device_count()
+    shard_set = sharded(medium, count + 1)
+    run = mgtp(short_folder, "generate", shard_set, "--prompt-ids", "5", "--device", "cuda", code=4)
+    assert f"needs {count + 1} devices" in run.err and "--allow-shared-device" in run.err
+
+
+@pytest.mark.parametrize("visible", ["", "0,0", "99"])
+def test_odd_visible_devices_start_or_say_why(visible, short_folder, medium, sharded):
+    arguments = ("generate", sharded(medium, 1), "--prompt-ids", "5", "--max-tokens", "2", "--device", "cuda")
+    run = mgtp(short_folder, *arguments, code=None, CUDA_VISIBLE_DEVICES=visible)
+    assert run.code == 0 or (run.code == 4 and len(run.err.strip().splitlines()) == 2), run.err
+
+
+def test_the_device_is_found_by_its_uuid(short_folder, medium, sharded):
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    arguments = ("generate", sharded(medium, 1), "--prompt-ids", "5", "--max-tokens", "2", "--device", "cuda")
+    assert "detected 1 GPU(s)" in mgtp(short_folder, *arguments, CUDA_VISIBLE_DEVICES=uuid).err
+
+
+def test_loading_reads_the_file_once(medium, sharded):
+    from mgtp.runtime.weights import read_to_device
+    from mgtp.shardplan.shard_set import ShardSet
+
+    shard_set = ShardSet.open(Path(sharded(medium, 2, "bfloat16")))
+    plan = shard_set.plan.ranks[1]
+
+    def bytes_read() -> int:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["rchar"])
+
+    torch.cuda.init()
+    before = bytes_read()
+    block = read_to_device(shard_set.rank_path(1), plan, torch.device("cuda", 0))
+    assert bytes_read() - before <= 1.05 * plan.bytes
+    assert block.cpu().numpy().tobytes() == shard_set.rank_path(1).read_bytes()[plan.data_offset :]
+
+
+def test_probe_memory_measures_the_plan(short_folder, medium, sharded):
+    run = mgtp(short_folder, "probe-memory", sharded(medium, 1, "bfloat16"), "--device", "cuda", "--json")
+    rank = json.loads(run.out)["ranks"][0]
+    assert abs(rank["weight_bytes"] / rank["planned_weight_bytes"] - 1) <= 0.05, rank
+    assert rank["device_used_bytes"] < rank["device_total_bytes"] and os.path.basename(rank["file"]) == rank["file"]
