@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--tp-size", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
@@ -98,8 +98,12 @@ def timed(command: list[str], source: Path, cold: bool) -> tuple[float, int]:
 def report(options: argparse.Namespace, size: int, copies: list[float], shards: list[float], peaks: list[int]) -> None:
     copy, cut = statistics.median(copies), statistics.median(shards)
     print(f"cp + sync   {copy:6.2f} s  {size / copy / 1e9:5.2f} GB/s   (the ceiling: reads and writes the same bytes)")
-    print(f"mgtp shard  {cut:6.2f} s  {size / cut / 1e9:5.2f} GB/s   {cut / copy:.2f} x, peak {max(peaks) / 1e6:.0f} MB")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    print(
+        f"mgtp shard  {cut:6.2f} s  {size / cut / 1e9:5.2f} GB/s   {cut / copy:.2f} x, peak {max(peaks) / 1e6:.0f} MB"
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     document = {
         "benchmark": "shard_speed",
         "bytes": size,

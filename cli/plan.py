@@ -26,7 +26,9 @@ def plan(
     tp_size: Annotated[
         int | None, typer.Option(min=1, help="The number of ranks; for a shard set, its own when left out.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16, float32, float64.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16, float32, float64.")
+    ] = "auto",
     shares: SharesOption = None,
     device_memory: Annotated[
         str | None, typer.Option(help="Does it fit: one size for all ranks or one a rank, such as 24GiB,12GiB.")
@@ -123,7 +125,12 @@ def _print(report: PlanReport) -> None:
         row = [str(r.rank), *cells, human_bytes(r.weight_bytes), human_bytes(r.kv_bytes_per_token)]
         if report.fit is not None:
             f = report.fit.ranks[r.rank]
-            row += [human_bytes(f.device_bytes), human_bytes(f.cache_bytes), str(f.longest_context), str(f.max_sequences)]
+            row += [
+                human_bytes(f.device_bytes),
+                human_bytes(f.cache_bytes),
+                str(f.longest_context),
+                str(f.max_sequences),
+            ]
         table.add_row(*row)
     Console(width=None if Console().is_terminal else 160, highlight=False).print(table)
     copied = [name.replace("_", " ") for name, axis in report.axes.items() if axis.copied]

@@ -41,7 +41,7 @@ def shard(
     shares: SharesOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing shard set.")] = False,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that write; default: one a rank, at most one a core.")
+        int | None, typer.Option(min=1, help="Threads that do the work; default: one a core, at most 8.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -23,6 +23,9 @@ from .weights import Weights, map_file, read_to_device
 CUDA_MEMORY_FRACTION = 0.92
 """Part of a GPU's free memory, after loading, that the KV cache may take; the rest is for activations."""
 
+CONTEXT_SAMPLE_BYTES = 1 << 20
+"""What is read of the file to make CUDA set up all that loading needs, before memory is first measured."""
+
 CPU_MEMORY_FRACTION = 0.5
 """Part of the host's available memory that the KV caches of all ranks together may take."""
 
@@ -67,9 +70,12 @@ class RankWorker:
 
     def load(self) -> None:
         """Map the rank's file (CPU) or copy it to the device as one block, and build the model on it."""
-        device = self.place.device
+        device, rank_plan = self.place.device, self.plan.ranks[self.rank]
+        if device.type == "cuda":
+            # What streams, copies and pinned memory take of the device is the context's own, not the weights'.
+            read_to_device(self.file, rank_plan, device, limit=CONTEXT_SAMPLE_BYTES)
+            torch.cuda.empty_cache()
         self.before_load = memory.take_snapshot(device)
-        rank_plan = self.plan.ranks[self.rank]
         self.block = (
             map_file(self.file, rank_plan) if device.type == "cpu" else read_to_device(self.file, rank_plan, device)
         )

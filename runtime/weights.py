@@ -86,9 +86,10 @@ def open_checked(path: Path, plan: RankPlan):  # noqa: ANN201 - the type of open
     return file
 
 
-def read_to_device(path: Path, plan: RankPlan, device: torch.device) -> torch.Tensor:
-    """The data section of a rank file as one block of bytes on a GPU: parallel reads into pinned buffers."""
+def read_to_device(path: Path, plan: RankPlan, device: torch.device, limit: int | None = None) -> torch.Tensor:
+    """The data section of a rank file, or its first `limit` bytes, as one block of bytes on a GPU."""
     from .loader import load_block
 
+    length = plan.bytes - plan.data_offset
     with open_checked(path, plan) as file:
-        return load_block(file.fileno(), plan.data_offset, plan.bytes - plan.data_offset, device)
+        return load_block(file.fileno(), plan.data_offset, length if limit is None else min(limit, length), device)

@@ -1,26 +1,25 @@
 """Does it fit: what a rank needs on its device, and how much context that leaves. Pure functions, nothing is measured.
 
-    memory of the device
-    - context            CONTEXT_BYTES, and with several ranks COLLECTIVE_BYTES
-    - weights            what the plan gives the rank, padding included
-    = free
-    cache budget = min(CACHE_FRACTION * free, free - workspace)
+memory of the device
+- context            CONTEXT_BYTES, and with several ranks COLLECTIVE_BYTES
+- weights            what the plan gives the rank, padding included
+= free
+cache budget = min(CACHE_FRACTION * free, free - workspace)
 
-    workspace = T * s * (4 H + widest layer) + 3 * 4 * S * V
-                T tokens of a step, s bytes an element, H hidden size, S sequences, V vocabulary; the widest layer holds
-                2 (q + 2 kv) heads * D and 3 ffn columns (of each expert that a token uses) of the rank; logits are
-                float32, gathered from all ranks, sorted and turned into probabilities
+workspace = T * s * (4 H + widest layer) + 3 * 4 * S * V
+            T tokens of a step, s bytes an element, H hidden size, S sequences, V vocabulary; the widest layer holds
+            2 (q + 2 kv) heads * D and 3 ffn columns (of each expert that a token uses) of the rank; logits are
+            float32, gathered from all ranks, sorted and turned into probabilities
 
-    cache(n sequences of L tokens) = sum over groups of layers with the same window: (n * blocks + 1) * block bytes
-                                     + (n + 1) * recurrent state
-                blocks = ceil(min(L, window + min(T, L) + B) / B) of B tokens; a block holds keys and values of the
-                rank's kv heads, copied ones included, in the plan's dtype; layers that read another layer's cache
-                have none; one block a group and one state are scratch
+cache(n sequences of L tokens) = sum over groups of layers with the same window: (n * blocks + 1) * block bytes
+                                 + (n + 1) * recurrent state
+            blocks = ceil(min(L, window + min(T, L) + B) / B) of B tokens; a block holds keys and values of the
+            rank's kv heads, copied ones included, in the plan's dtype; layers that read another layer's cache
+            have none; one block a group and one state are scratch
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from .config import Layer, ModelConfig
 from .errors import MgtpError
 from .families import model_tensors
 from .partition import Axis, TensorSpec, model_axes, part_bytes, rank_shape
+from .quantities import lowest_terms
 from .recurrent_state import state_bytes
 
 CONTEXT_BYTES = 600 << 20
@@ -233,12 +233,15 @@ def propose_shares(device_bytes: Sequence[int], fixed_bytes: int) -> list[int]:
     """
     left = [max(size - fixed_bytes, 1) for size in device_bytes]
     least = min(left)
-    for parts in range(1, 17):
-        shares = [max(1, round(size * parts / least)) for size in left]
-        if all(abs(share * least / (size * parts) - 1) <= 0.08 for share, size in zip(shares, left, strict=True)):
-            break
-    divisor = math.gcd(*shares)
-    return [share // divisor for share in shares]
+
+    def shares_of(parts: int) -> list[int]:
+        return [max(1, round(size * parts / least)) for size in left]
+
+    def is_close(parts: int) -> bool:
+        pairs = zip(shares_of(parts), left, strict=True)
+        return all(abs(share * least / (size * parts) - 1) <= 0.08 for share, size in pairs)
+
+    return lowest_terms(shares_of(next(filter(is_close, range(1, 17)), 16)))
 
 
 def _owned(axes: Mapping[str, Axis], axis: str, rank: int) -> int:

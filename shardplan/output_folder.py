@@ -53,9 +53,9 @@ def inspect(out: Path) -> State:
     foreign = [name for name in names if not is_ours(name)]
     if PLAN_FILE in names and (not foreign or _is_plan(out / PLAN_FILE)):
         return State.SHARD_SET
-    if journal_key(out) is not None and not foreign:
+    if journal_key(out) is not None:
         return State.INTERRUPTED
-    if names <= {LOCK_FILE}:
+    if names <= {LOCK_FILE, f"{JOURNAL_FILE}{PARTIAL}"}:
         return State.EMPTY
     return State.OTHER
 

@@ -60,7 +60,9 @@ def check_against_model(plan: ShardPlan, model: ModelConfig, where: str, ranks: 
     _check_axes(plan.shared_axes(), model, plan.tp_size, where)
     specs, axes = tuple(model_tensors(model)), plan.shared_axes()
     first = [t for t in plan.ranks[0].tensors if t.source is not None]
-    infos = {canonical_name(t.name): TensorInfo(t.name, t.source.dtype, tuple(t.source.shape)) for t in first if t.source}
+    infos = {
+        canonical_name(t.name): TensorInfo(t.name, t.source.dtype, tuple(t.source.shape)) for t in first if t.source
+    }
     for spec in specs:
         _require(spec.name in infos, where, f"{spec.name} is missing")
         _require(infos[spec.name].shape == spec.shape, where, f"{spec.name} has another shape than config.json gives")

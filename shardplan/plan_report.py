@@ -9,8 +9,18 @@ import msgspec
 from .config import ModelConfig
 from .dtypes import itemsize
 from .errors import DeviceError, UsageError
-from .fit import COLLECTIVE_BYTES, CONTEXT_BYTES, Fit, cache_needs, even_tp_sizes, fit, propose_shares, smallest_tp_size
-from .fit import rank_weights, workspace_bytes
+from .fit import (
+    COLLECTIVE_BYTES,
+    CONTEXT_BYTES,
+    Fit,
+    cache_needs,
+    even_tp_sizes,
+    fit,
+    propose_shares,
+    rank_weights,
+    smallest_tp_size,
+    workspace_bytes,
+)
 from .partition import model_axes
 from .plan import AxisPlan, ShardPlan
 
@@ -150,14 +160,17 @@ def check_fits(label: str, tp_size: int, dtype: str, report: FitReport) -> None:
         return
     tight = min(report.ranks, key=lambda r: (r.longest_context, r.max_sequences, r.cache_bytes))
     what = f"a sequence of {report.max_model_len} tokens" if tight.longest_context else "any sequence"
-    message = f"{label} in {dtype} does not fit at tp size {tp_size}: {tight.cache_bytes} bytes are left for the cache of rank {tight.rank}"
+    message = (
+        f"{label} in {dtype} does not fit at tp size {tp_size}: rank {tight.rank} has {tight.cache_bytes} bytes left "
+        f"for its cache, too little for {what}"
+    )
     hints = [f"--tp-size {report.smallest_tp_size}"] if report.smallest_tp_size is not None else []
     if report.proposed_shares is not None and report.proposed_longest_context:
         hints.append(f"--shares {','.join(map(str, report.proposed_shares))}")
     if tight.longest_context:
         hints.append(f"--max-model-len {report.longest_context}")
     hint = "use " + " or ".join(hints) if hints else "no number of ranks makes it fit: use devices with more memory"
-    raise DeviceError(f"{message}, too little for {what}", hint)
+    raise DeviceError(message, hint)
 
 
 def _proposal(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from .errors import MgtpError
-from .hashing import hash_bytes, hash_file_range, hash_rank, new_hash
+from .hashing import hash_bytes, hash_file_range, hash_rank
 from .plan import RankPlan, TensorPlan
-from .slicing import as_bytes, convert
 
 PARTIAL = ".partial"
 """What is put after a file's name until the file is whole."""
@@ -48,10 +45,7 @@ def groups(plan: RankPlan) -> list[Group]:
 
 
 class RankFile:
-    """`plan.file` in `folder`; `done` groups of it are already there. Fills in the hashes of `plan`.
-
-    Not thread-safe: one thread at a time works on a file.
-    """
+    """`plan.file` in `folder`; `done` groups of it an earlier run has left."""
 
     def __init__(self, folder: Path, plan: RankPlan, header: bytes) -> None:
         self.plan = plan
@@ -62,8 +56,7 @@ class RankFile:
         self.done = 0
         self.is_final = False
         self._fd = -1
-        self._running = new_hash()
-        self._end = self._synced = 0
+        self._unsynced = 0
 
     def recover(self, hashes: Sequence[str]) -> None:
         """Find out how much of the file an earlier run has left; `hashes` are those of its first tensors.
@@ -97,31 +90,16 @@ class RankFile:
         if self.is_final:
             return
         self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._end = self._synced = self.plan.data_offset + (self.groups[self.done - 1].end if self.done else 0)
-        os.ftruncate(self._fd, self._end)
+        os.ftruncate(self._fd, self.plan.data_offset + (self.groups[self.done - 1].end if self.done else 0))
         self._write_at(self.header, 0)
 
-    def begin(self, index: int) -> None:
-        """Begin group `index`, which follows the last one: its padding is written."""
-        for pad in self.groups[index].pads:
-            self._append(bytes(pad.bytes))
-        self._running = new_hash()
-
-    def append(self, index: int, parts: Iterable[np.ndarray]) -> None:
-        """Write the next values of the tensor of group `index`, converted to its dtype."""
-        tensor = self.groups[index].tensor
-        for part in parts:
-            data = as_bytes(convert(part, tensor.dtype, tensor.name))
-            self._running.update(data)
-            self._append(data)
-
-    def end(self, index: int) -> str:
-        """End group `index` and give the hash of its tensor."""
-        group = self.groups[index]
-        if self._end != self.plan.data_offset + group.end:
-            raise RuntimeError(f"{self.path.name}: {group.tensor.name} ends at {self._end}, not where the plan says")
-        self.done = index + 1
-        return self._running.hexdigest()
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Write bytes at `offset` of the data section. Any number of threads may, each to a place of its own."""
+        self._write_at(data, self.plan.data_offset + offset)
+        self._unsynced += len(data)  # a lost update between threads only shifts the next write-back
+        if self._unsynced >= _WRITEBACK_BYTES:
+            self._unsynced = 0
+            start_writeback(self._fd)
 
     def finish(self, header: bytes) -> None:
         """Write the final header, check the size, and bring everything to the disk. The name stays temporary."""
@@ -154,24 +132,17 @@ class RankFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _append(self, data: bytes | memoryview) -> None:
-        self._end = self._write_at(data, self._end)
-        if self._end - self._synced >= _WRITEBACK_BYTES:
-            start_writeback(self._fd, self._synced, self._end - self._synced)
-            self._synced = self._end
-
-    def _write_at(self, data: bytes | memoryview, offset: int) -> int:
+    def _write_at(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
         while view:
             count = os.pwrite(self._fd, view, offset)
             view, offset = view[count:], offset + count
-        return offset
 
 
-def start_writeback(fd: int, offset: int, size: int) -> None:
-    """Let the disk begin with a range now, so that the final fsync is not one long wait. Errors show in the fsync."""
+def start_writeback(fd: int) -> None:
+    """Let the disk begin with what was written, so that the final fsync is not one long wait; errors show there."""
     if _sync_file_range is not None:
-        _sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE)
+        _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
 _SYNC_FILE_RANGE_WRITE = 2

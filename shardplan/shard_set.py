@@ -73,7 +73,9 @@ def _read_plan(path: Path) -> bytes:
     """The content of plan.json; raises CheckpointError saying what the folder is instead."""
     if not path.is_dir():
         what = "a file, not a shard set" if path.exists() else "no such folder"
-        hint = f"write a shard set first: mgtp shard {path} --tp-size N --out DIR" if path.exists() else "check the path"
+        hint = (
+            f"write a shard set first: mgtp shard {path} --tp-size N --out DIR" if path.exists() else "check the path"
+        )
         raise CheckpointError(f"{path}: {what}", hint)
     if os.path.lexists(path / PLAN_FILE):
         return read_small_file(path / PLAN_FILE, _PLAN_LIMIT)[0]

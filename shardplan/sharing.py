@@ -80,9 +80,11 @@ def aligned_unit(size: int, ranks: int) -> int:
     """Rows or columns a unit of an axis (ffn, vocab) should have over `ranks` ranks.
 
     A power of two keeps every rank's GEMM on the tensor cores' tiles; it is used only where a rank still gets so many
-    units that one more or less is a small imbalance. The last unit may be partial.
+    units that one more or less is a small imbalance. The largest at which all ranks get equally much comes first; else
+    the last unit may be partial.
     """
-    return next((u for u in _UNITS if size >= u * ranks * _MIN_UNITS_PER_RANK), 1)
+    wide = [u for u in _UNITS if size >= u * ranks * _MIN_UNITS_PER_RANK]
+    return next((u for u in wide if size % (u * ranks) == 0), wide[0] if wide else 1)
 
 
 def share_size(size: int, unit: int, weights: Sequence[int]) -> list[Range]:

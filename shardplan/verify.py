@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .errors import CheckpointError
 from .hashing import hash_file_range
 from .names import canonical_name
+from .pipeline import usable_cores
 from .plan import RankPlan, TensorPlan
 from .planner import match
 from .shard_set import ShardSet
@@ -69,9 +70,7 @@ def verify_against(
     """
     blueprint = match(source)
     faults = _compare_files(shard_set, source)
-    held = [
-        {canonical_name(t.name): t for t in rank.tensors if t.source is not None} for rank in shard_set.plan.ranks
-    ]
+    held = [{canonical_name(t.name): t for t in rank.tensors if t.source is not None} for rank in shard_set.plan.ranks]
     first = shard_set.plan.ranks[0].file
     wanted = {spec.name: blueprint.sources[spec.name] for spec in blueprint.specs}
     faults += [Fault(first, t.name, "the checkpoint has no such tensor") for n, t in held[0].items() if n not in wanted]
@@ -95,7 +94,9 @@ def _compare_files(shard_set: ShardSet, source: Source) -> list[Fault]:
     """Config, tokenizer and template have to be the checkpoint's own."""
     ours, theirs = shard_set.model_files(), source.files
     return [
-        Fault(name, "", "is not the checkpoint's") for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)
+        Fault(name, "", "is not the checkpoint's")
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
     ]
 
 
@@ -112,7 +113,7 @@ def _compare_tensor(
     positions = [rank.data_offset + tensor.offset for rank, tensor in zip(ranks, slices, strict=True)]
     is_equal = [True] * len(ranks)
 
-    def compare(r: int, start: int, values) -> None:  # noqa: ANN001 - an array; numpy is not imported here
+    def compare(r: int, start: int, values) -> None:
         cut = slices[r].source
         assert cut is not None
         for part in part_of_window(values, start, cut):
@@ -139,7 +140,9 @@ def _descriptors(shard_set: ShardSet) -> Iterator[list[int]]:
             try:
                 file = stack.enter_context(shard_set.rank_path(rank.rank).open("rb"))
             except OSError as error:
-                raise CheckpointError(f"{shard_set.path / rank.file}: {error.strerror}", "copy the file again") from None
+                raise CheckpointError(
+                    f"{shard_set.path / rank.file}: {error.strerror}", "copy the file again"
+                ) from None
             fds.append(file.fileno())
         yield fds
 
@@ -147,7 +150,7 @@ def _descriptors(shard_set: ShardSet) -> Iterator[list[int]]:
 @contextmanager
 def _pool(threads: int | None) -> Iterator[ThreadPoolExecutor]:
     """A thread pool that does not go through all its work first when it is interrupted."""
-    pool = ThreadPoolExecutor(threads or min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+    pool = ThreadPoolExecutor(threads or min(_MAX_THREADS, usable_cores()))
     try:
         yield pool
     finally:

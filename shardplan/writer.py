@@ -22,7 +22,7 @@ from .hashing import fingerprint, hash_bytes
 from .journal import Journal, run_key
 from .layout import header_bytes
 from .output_folder import check_paths, claim, clear, sync_folder, write_file
-from .pipeline import write_tensors
+from .pipeline import usable_cores, write_tensors
 from .plan import PLAN_FILE, FilePlan, ShardPlan, decode_plan, encode_plan
 from .rank_file import RankFile
 from .slicing import ValuesError, source_bytes
@@ -59,8 +59,8 @@ def write_shards(
 ) -> ShardPlan:
     """Write the shard set that `plan` describes into `out` and return the plan with all hashes.
 
-    An interrupted run of the same plan and source is continued; `force` replaces an existing shard set. `threads`
-    write (default: one a rank, at most one a core). Raises UsageError for a folder that must not be written to,
+    An interrupted run of the same plan and source is continued; `force` replaces an existing shard set. `threads` do
+    the work (default: one a core, at most 8). Raises UsageError for a folder that must not be written to,
     CheckpointError for weights that are not acceptable, MgtpError when writing fails: the latter can be continued.
     """
     if threads is not None and threads < 1:
@@ -92,20 +92,13 @@ def write_shards(
 def _write(
     source: Source, plan: ShardPlan, out: Path, journal: Journal, progress: ProgressCallback, threads: int | None
 ) -> None:
-    threads = threads or min(len(plan.ranks), len(os.sched_getaffinity(0)))
-    files = _open_files(source, plan, out, journal, threads)
+    files = _open_files(source, plan, out, journal)
     try:
-        sizes = [source_bytes(source.tensors[group.tensor.name]) for group in files[0].groups]
-        done, total = sum(sizes[: min(file.done for file in files)]), sum(sizes)
-
-        def on_read(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
-        progress(done, total)
-        write_tensors(source, files, journal, threads, on_read)
-        _finish(source, plan, out, files, journal, threads)
+        sizes = [source_bytes(source.tensors[name]) for name in _names(plan)]
+        kept, total = sum(sizes[: min(file.done for file in files)]), sum(sizes)
+        progress(kept, total)
+        write_tensors(source, files, journal, threads, lambda done: progress(kept + done, total))
+        _finish(source, plan, out, files, journal)
     finally:
         for file in files:
             file.close()
@@ -115,27 +108,25 @@ def _write(
     write_file(out / PLAN_FILE, encode_plan(plan))
 
 
-def _open_files(source: Source, plan: ShardPlan, out: Path, journal: Journal, threads: int) -> list[RankFile]:
+def _open_files(source: Source, plan: ShardPlan, out: Path, journal: Journal) -> list[RankFile]:
     """The rank files, each cut back to what an earlier run has left of it that still has its hash."""
     records = journal.records
     is_known = source.fingerprint is not None or len(records) == len(_names(plan))
     known = _fingerprint(source, plan, journal) if is_known else ""
     files = [RankFile(out, rank, header_bytes(rank, plan.tp_size, known)) for rank in plan.ranks]
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(min(len(files), usable_cores())) as pool:
         list(pool.map(lambda file: file.recover([record.ranks[file.plan.rank] for record in records]), files))
     for file in files:
         file.open()
     return files
 
 
-def _finish(
-    source: Source, plan: ShardPlan, out: Path, files: Sequence[RankFile], journal: Journal, threads: int
-) -> None:
+def _finish(source: Source, plan: ShardPlan, out: Path, files: Sequence[RankFile], journal: Journal) -> None:
     """Complete the plan, and give all rank files their final headers and names."""
     plan.fingerprint = _fingerprint(source, plan, journal)
     for file in files:
         file.set_hashes([record.ranks[file.plan.rank] for record in journal.records])
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(min(len(files), usable_cores())) as pool:
         list(pool.map(lambda f: f.finish(header_bytes(f.plan, plan.tp_size, plan.fingerprint)), files))
     for file in files:
         file.rename()

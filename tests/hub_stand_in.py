@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", "tokenizer.model")
@@ -158,3 +162,48 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         self.close_connection = True
         self.connection.close()
+
+
+OPEN = """
+import hashlib, json, sys
+from mgtp.shardplan.errors import MgtpError
+from mgtp.shardplan.sources import open_source
+from mgtp.shardplan.sources.hub_errors import translate
+model, revision, headers_only = json.loads(sys.argv[1])
+try:
+    source = open_source(model, revision=revision, headers_only=headers_only)
+    found = {"tensors": {n: [t.dtype, t.shape] for n, t in source.tensors.items()}, "files": sorted(source.files)}
+    found |= {name: getattr(source, name) for name in ("label", "fingerprint", "has_weights", "config")}
+    found["notes"] = list(source.notes)
+    if source.has_weights:
+        rows = [source.rows(n, 0, t.shape[0]).tobytes() for n, t in sorted(source.tensors.items())]
+        found["digest"] = hashlib.sha256(b"".join(rows)).hexdigest()
+except MgtpError as error:
+    found = {"error": error.message, "hint": error.hint, "code": error.exit_code}
+print(json.dumps(found))
+"""
+
+
+def open_in_process(hub: HubStandIn, home: Path, arguments: list[Any], env: dict[str, str]) -> dict[str, Any]:
+    """Open a model (model, revision, headers_only) in a fresh process: what it found, or its error, hint and exit code.
+
+    `home` is the working directory and holds HF_HOME; `env` are further environment variables.
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
+    quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", OPEN, json.dumps(arguments)],
+        env={**clean, **quiet, "HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), **env},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Fetching" not in result.stderr  # no progress bars into a pipe
+    found = json.loads(result.stdout)
+    if "error" in found:
+        assert "\n" not in found["error"]
+        assert found["hint"]
+    return found

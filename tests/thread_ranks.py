@@ -103,17 +103,20 @@ class ThreadRanks:
     def cached(self, prompt: list[int], first: int, slot: int = 0) -> torch.Tensor:
         """[T - first + 1, V] after `first` tokens at once, then token by token."""
         spans = [(0, first), *((i, i + 1) for i in range(first, len(prompt)))]
-        steps = [self.step(prompt, a, b, slot) for a, b in spans]
+        steps = [self.step(prompt, a, b, slot, first) for a, b in spans]
         return self.run(lambda runner: torch.cat([runner.forward(step) for step in steps]))
 
-    def step(self, prompt: list[int], start: int, stop: int, slot: int = 0) -> Step:
-        """A step that computes tokens [start, stop) of one sequence in `slot`, in blocks of its own."""
-        return Step([self.part(prompt, start, stop, slot)])
+    def step(self, prompt: list[int], start: int, stop: int, slot: int = 0, prompt_len: int = 0) -> Step:
+        """A step that computes tokens [start, stop) of one sequence in `slot`, in blocks of its own.
 
-    def part(self, prompt: list[int], start: int, stop: int, slot: int) -> SequenceStep:
+        The first `prompt_len` tokens (0: all) count as given, the others as generated.
+        """
+        return Step([self.part(prompt, start, stop, slot, prompt_len)])
+
+    def part(self, prompt: list[int], start: int, stop: int, slot: int, prompt_len: int = 0) -> SequenceStep:
         """What `step` holds."""
         table = [1 + 16 * slot + i for i in range(-(-len(prompt) // BLOCK_SIZE))]
-        return SequenceStep(slot, start, prompt[start:stop], len(prompt), True, [table] * self.num_groups)
+        return SequenceStep(slot, start, prompt[start:stop], prompt_len or len(prompt), True, [table] * self.num_groups)
 
 
 def rank_block(rank: RankPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -12,8 +12,8 @@ from .start import StartedGroup
 TOLERANCE = 0.05
 """Part of the planned weight bytes by which a rank may be off."""
 
-NOISE_BYTES = 4 << 20
-"""Private memory that loading takes for reasons of the allocator's own, whatever the model's size."""
+NOISE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Memory that loading takes whatever the model's size: the allocator's arenas, the driver's modules and streams."""
 
 TIMEOUT_SECONDS = 120.0
 
@@ -75,7 +75,7 @@ def _compare(plan: ShardPlan, report: MemoryReport, device: str, total: int) -> 
         planned_weight_bytes=expected,
         weight_bytes=report.weight_bytes,
         share=report.weight_bytes / max(1, total),
-        within_plan=off <= max(TOLERANCE * expected, NOISE_BYTES),
+        within_plan=off <= max(TOLERANCE * expected, NOISE_BYTES[device.split(":")[0]]),
         device_used_bytes=report.device_used_bytes,
         device_free_bytes=report.device_free_bytes,
         device_total_bytes=report.device_total_bytes,

@@ -24,19 +24,24 @@ def short_folder():
 
 @pytest.fixture(scope="module")
 def medium(tmp_path_factory) -> Path:
-    """A random Llama of 8 layers, hidden 1024, 16 query and 4 kv heads, in float32."""
+    """A random Llama of 8 layers, hidden 1024, 16 query and 4 kv heads, in float32.
+
+    Its embedding is large and tied, so that some tokens win by a margin that bf16 cannot blur.
+    """
     import transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=4099, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=4096, initializer_range=0.05, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=4, max_position_embeddings=4096, initializer_range=0.02, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
+        model.model.embed_tokens.weight.normal_(0, 0.5)
     folder = tmp_path_factory.mktemp("medium") / "model"
     model.save_pretrained(folder)
     return folder

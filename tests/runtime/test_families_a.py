@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rank_jobs import cached_logits, full_logits, greedy, run_requests
+from tests.rank_jobs import greedy, run_requests
 from tests.reference import (
     assert_close,
     load_reference,
@@ -22,7 +22,7 @@ from tests.reference import (
     reference_greedy,
     reference_logits,
 )
-from tests.threads import run_in_threads
+from tests.thread_ranks import ThreadRanks
 from tests.variants import VARIANTS, build_variant
 
 RECIPES = (
@@ -60,34 +60,32 @@ def limit_in_float64(full: torch.Tensor, cached: torch.Tensor) -> float:
 def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, sharded):
     folder = recipe_checkpoint(name)
     full, cached = expected(str(folder))
-    shard_set = sharded(folder, tp_size)
-    for ours in run_in_threads(tp_size, full_logits, shard_set, PROMPT):
-        assert_close(ours, full, 1e-4, "full")
-    for ours in run_in_threads(tp_size, cached_logits, shard_set, PROMPT, FIRST):
-        assert_close(ours, cached, 1e-4, "cached")
-    ids = world.run(tp_size, greedy, shard_set, PROMPT, NEW)[0]
+    ranks = ThreadRanks(folder, tp_size)
+    assert_close(ranks.full(PROMPT), full, 1e-4, "full")
+    assert_close(ranks.cached(PROMPT, FIRST), cached, 1e-4, "cached")
+    ids = world.run(tp_size, greedy, sharded(folder, tp_size), PROMPT, NEW)[0]
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, NEW)
 
 
 @pytest.mark.parametrize("tp_size", (1, 3, 4))
 @pytest.mark.parametrize("name", RECIPES)
-def test_logits_in_float64(name, tp_size, recipe_checkpoint, sharded):
+def test_logits_in_float64(name, tp_size, recipe_checkpoint):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""
     folder = recipe_checkpoint(name, "float64")
     full, cached = expected(str(folder), "float64")
-    limit, shard_set = limit_in_float64(full, cached), sharded(folder, tp_size, "float64")
-    assert_close(run_in_threads(tp_size, full_logits, shard_set, PROMPT)[0], full, limit, "full")
-    assert_close(run_in_threads(tp_size, cached_logits, shard_set, PROMPT, FIRST)[0], cached, limit, "cached")
+    limit, ranks = limit_in_float64(full, cached), ThreadRanks(folder, tp_size, "float64")
+    assert_close(ranks.full(PROMPT), full, limit, "full")
+    assert_close(ranks.cached(PROMPT, FIRST), cached, limit, "cached")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_bfloat16_errs_no_more_than_the_reference(name, recipe_checkpoint, sharded):
+def test_bfloat16_errs_no_more_than_the_reference(name, recipe_checkpoint):
     """Casts and roundings in other places than the reference's would add up to more than its own error."""
     folder = recipe_checkpoint(name)
     want = expected(str(folder))[0]
     own_error = (reference_logits(load_reference(str(folder), "bfloat16"), PROMPT) - want).square().mean().sqrt()
     for tp_size in (1, 3):
-        ours = run_in_threads(tp_size, full_logits, sharded(folder, tp_size, "bfloat16"), PROMPT)[0]
+        ours = ThreadRanks(folder, tp_size, "bfloat16").full(PROMPT)
         error = (ours.float() - want).square().mean().sqrt()
         assert error <= 2 * own_error, f"tp {tp_size}: {error:.3g}, the reference {own_error:.3g}"
 
@@ -124,34 +122,28 @@ def variant_checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize("label", VARIANTS)
-def test_other_shapes(label, variant_checkpoint, sharded):
+def test_other_shapes(label, variant_checkpoint):
     """Heads, widths, windows, patterns and options other than the recipes', up to one rank a query head."""
     folder = variant_checkpoint(label)
     full, cached = expected(str(folder))
     config = load_reference(str(folder)).config.get_text_config()
     for tp_size in (1, 2, 3, config.num_attention_heads):
-        shard_set = sharded(folder, tp_size)
-        for ours in run_in_threads(tp_size, full_logits, shard_set, PROMPT):
-            assert_close(ours, full, 1e-4, f"tp {tp_size}, full")
-        for ours in run_in_threads(tp_size, cached_logits, shard_set, PROMPT, FIRST):
-            assert_close(ours, cached, 1e-4, f"tp {tp_size}, cached")
+        ranks = ThreadRanks(folder, tp_size)
+        assert_close(ranks.full(PROMPT), full, 1e-4, f"tp {tp_size}, full")
+        assert_close(ranks.cached(PROMPT, FIRST), cached, 1e-4, f"tp {tp_size}, cached")
 
 
 @pytest.mark.parametrize("name", ("gemma4_vl", "gemma3_vl"))
-def test_placeholder_ids_in_a_prompt(name, recipe_checkpoint, sharded):
+def test_placeholder_ids_in_a_prompt(name, recipe_checkpoint):
     """The reference reads the ids of images, videos and sound as padding (Gemma 4), or as they are (Gemma 3)."""
     folder, prompt = recipe_checkpoint(name), [20, 5, 30, 6, 7, 5, 40, 50]
     want = reference_logits(load_reference(str(folder)), prompt)
-    for ours in run_in_threads(2, full_logits, sharded(folder, 2), prompt):
-        assert_close(ours, want, 1e-4, name)
+    assert_close(ThreadRanks(folder, 2).full(prompt), want, 1e-4, name)
 
 
-def test_longrope_goes_by_the_longer_of_prompt_and_position(recipe_checkpoint, sharded):
+def test_longrope_goes_by_the_longer_of_prompt_and_position(recipe_checkpoint):
     """A prompt beyond the original length takes the long factors from its first token on, as the reference does."""
     folder, prompt = recipe_checkpoint("phi3"), recipe_prompt(45)
-    model = load_reference(str(folder))
-    assert_close(
-        run_in_threads(2, full_logits, sharded(folder, 2), prompt)[0], reference_logits(model, prompt), 1e-4, "full"
-    )
-    ours = run_in_threads(2, cached_logits, sharded(folder, 2), prompt, 30)[0]
-    assert_close(ours, reference_cached_logits(model, prompt, 30), 1e-4, "across the original length")
+    model, ranks = load_reference(str(folder)), ThreadRanks(folder, 2)
+    assert_close(ranks.full(prompt), reference_logits(model, prompt), 1e-4, "full")
+    assert_close(ranks.cached(prompt, 30), reference_cached_logits(model, prompt, 30), 1e-4, "across the length")

@@ -130,7 +130,7 @@ CONTROLS: dict[str, tuple[str, int, Sabotage]] = {
         3,
         recut(gpt_oss, "stacked_experts", "gate_up_proj_bias", halves("expert_ffn", 21, 1, 1)),
     ),
-    "down columns of another rank": (
+    "down rows of another rank": (
         "gpt_oss",
         3,
         recut(gpt_oss, "stacked_experts", "down_proj", lambda spec: Cut(1, (Segment("expert_ffn", 1, -7),))),

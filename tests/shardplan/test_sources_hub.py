@@ -6,10 +6,7 @@ Each case runs in a process of its own, since huggingface_hub reads its environm
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,28 +17,8 @@ from safetensors.numpy import save_file
 
 from mgtp.shardplan.layout import FINGERPRINT_LENGTH
 from mgtp.shardplan.sources import open_source
-from mgtp.shardplan.sources.hub_errors import translate
-from tests.hub_stand_in import HubStandIn
+from tests.hub_stand_in import HubStandIn, open_in_process
 from tests.tiny import INDEX, write_json, write_llama, write_tokenizer
-
-OPEN = """
-import hashlib, json, sys
-from mgtp.shardplan.errors import MgtpError
-from mgtp.shardplan.sources import open_source
-from mgtp.shardplan.sources.hub_errors import translate
-model, revision, headers_only = json.loads(sys.argv[1])
-try:
-    source = open_source(model, revision=revision, headers_only=headers_only)
-    found = {"tensors": {n: [t.dtype, t.shape] for n, t in source.tensors.items()}, "files": sorted(source.files)}
-    found |= {name: getattr(source, name) for name in ("label", "fingerprint", "has_weights", "config")}
-    found["notes"] = list(source.notes)
-    if source.has_weights:
-        rows = [source.rows(n, 0, t.shape[0]).tobytes() for n, t in sorted(source.tensors.items())]
-        found["digest"] = hashlib.sha256(b"".join(rows)).hexdigest()
-except MgtpError as error:
-    found = {"error": error.message, "hint": error.hint, "code": error.exit_code}
-print(json.dumps(found))
-"""
 
 Open = Callable[..., dict[str, Any]]
 
@@ -57,25 +34,8 @@ def open_model(hub: HubStandIn, tmp_path: Path) -> Open:
     """Opens a model in a fresh process with a private HF_HOME; keywords in capitals are environment variables."""
 
     def run(model: str, revision: str | None = None, headers_only: bool = False, **env: str) -> dict[str, Any]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
-        quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
         hub.requests.clear()
-        result = subprocess.run(
-            [sys.executable, "-c", OPEN, json.dumps([model, revision, headers_only])],
-            env={**clean, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), **quiet, **env},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert result.returncode == 0, result.stderr
-        assert "Traceback" not in result.stderr
-        assert "Fetching" not in result.stderr  # no progress bars into a pipe
-        found = json.loads(result.stdout)
-        if "error" in found:
-            assert "\n" not in found["error"]
-            assert found["hint"]
-        return found
+        return open_in_process(hub, tmp_path, [model, revision, headers_only], env)
 
     return run
 
@@ -319,27 +279,6 @@ def test_a_cache_that_cannot_be_written_to(hub: HubStandIn, open_model: Open, mo
     assert "cannot be used" in error["error"]
     error = open_model("org/name", HF_HOME="/proc/self/nowhere")
     assert "cannot be used" in error["error"]
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "hint"),
-    [
-        (OSError(28, "No space left on device"), "no space left for the download", "HF_HOME"),
-        (PermissionError(13, "Permission denied"), "cannot be used", "HF_HOME"),
-        (NotADirectoryError(20, "Not a directory", "x"), "cannot be used", "HF_HOME"),
-        (OSError(30, "Read-only file system"), "cannot be used", "HF_HOME"),
-        (TimeoutError("The read operation\ntimed out"), "TimeoutError: The read operation timed out", "HF_ENDPOINT"),
-        (RuntimeError(), "failed: RuntimeError", "HF_ENDPOINT"),
-        (ValueError("x" * 5000), "xxx", "HF_ENDPOINT"),
-    ],
-)
-def test_failures_of_disk_and_network_are_one_line(error: Exception, message: str, hint: str) -> None:
-    found = translate(error, "org/name", None)
-    assert found.message.startswith("org/name: ")
-    assert message in found.message
-    assert "\n" not in found.message
-    assert len(found.message) < 500
-    assert hint in found.hint
 
 
 def test_without_symlinks_the_fingerprint_is_left_to_the_writer(hub: HubStandIn, open_model: Open, model: Path) -> None:
