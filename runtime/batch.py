@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..shardplan.rope import Rope
     from .kv_cache import KVCache
     from .layers.rotary import RotaryTables
+    from .paged import PagedInputs
     from .state_cache import StateCache
 
 
@@ -32,11 +33,12 @@ class ForwardBatch:
     slots: list[torch.Tensor]  # a group: [T] int64
     tables: list[torch.Tensor]  # a group: [S, blocks] int64
     state_slots: torch.Tensor  # [S] int64
-    logit_rows: torch.Tensor  # [L] int64
+    logit_rows: torch.Tensor | slice  # [L] int64
     cache: KVCache
     states: StateCache
     rotary: RotaryTables
     scratch: dict = field(default_factory=dict)  # what layers share within one step, such as attention masks
+    paged: PagedInputs | None = None  # set where kernels run the step: see PagedBatch
 
     @property
     def decode_only(self) -> bool:
@@ -50,3 +52,10 @@ class ForwardBatch:
             cos, sin = self.rotary.rows(rope, self.positions, self.rope_lengths)
             self.scratch[key] = cos.to(dtype), sin.to(dtype)
         return self.scratch[key]
+
+
+def upload(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """`numbers` as int32 on `device`, in one copy that nobody waits for."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int32)
+    return torch.tensor(numbers, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)

@@ -40,6 +40,11 @@ class KVCache:
             if layer.attention is not None and layer.attention.kv_source is not None:
                 self._layers[i] = self._layers[layer.attention.kv_source]
 
+    @property
+    def max_heads(self) -> int:
+        """The most kv heads that any layer has on this rank."""
+        return max((keys.shape[2] for keys, _, _ in self._layers.values()), default=1)
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(keys, values, group) of one layer."""
         return self._layers[index]

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .batch import ForwardBatch
+from .kv_cache import KVCache
+from .layers.rotary import RotaryTables
+from .state_cache import StateCache
 
 if TYPE_CHECKING:
     from ..shardplan.rope import Rope
@@ -21,17 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """The sequences with several new tokens: where each begins and ends among the step's tokens."""
+    """The P sequences with several new tokens: where each begins among them (int32), and the longest one's tokens."""
 
-    starts: torch.Tensor  # [P + 1] int32
-    rows: torch.Tensor  # [P] int32
-    kv_lens: torch.Tensor  # [P] int32
+    starts: torch.Tensor  # [P + 1], from 0
+    rows: torch.Tensor  # [P]
+    kv_lens: torch.Tensor  # [P]
     longest: int
 
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """Where the tokens are: each one's position and row in the block tables (int32 [T]), and the tables [R, blocks]."""
+    """Where the tokens are: each one's position and row in the block tables (int32 [T]), and the tables [R, blocks].
+
+    `counters` are for the attention kernel. `angles`: cos and sin [T, d] of ropes that depend on a sequence's length.
+    """
 
     positions: torch.Tensor
     rows: torch.Tensor
@@ -39,13 +45,32 @@ class PagedInputs:
     counters: torch.Tensor
     num_decode: int
     prefill: PrefillInputs | None = None
-    angles: dict[Rope, torch.Tensor] = field(default_factory=dict)  # of length-dependent ropes: cos and sin [T, d]
+    angles: dict[Rope, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stores:
+    """What a rank keeps between steps."""
+
+    cache: KVCache
+    states: StateCache
+    rotary: RotaryTables
 
 
 class PagedBatch(ForwardBatch):
-    """A ForwardBatch made from PagedInputs. What only torch's own operations need is derived when they ask for it."""
+    """A ForwardBatch over PagedInputs. What only torch's own operations need is worked out when they ask for it."""
 
-    paged: PagedInputs
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        paged: PagedInputs,
+        query_lens: list[int],
+        logit_rows: torch.Tensor | slice,
+        stores: Stores,
+    ) -> None:
+        self.token_ids, self.paged, self.query_lens, self.logit_rows = token_ids, paged, query_lens, logit_rows
+        self.cache, self.states, self.rotary = stores.cache, stores.states, stores.rotary
+        self.scratch = {}
 
     @cached_property
     def positions(self) -> torch.Tensor:  # type: ignore[override]
@@ -70,8 +95,7 @@ class PagedBatch(ForwardBatch):
         if (rope, dtype) not in self.scratch:
             angles = self.paged.angles.get(rope)
             rows = self.rotary.tables[rope][self.positions] if angles is None else angles
-            cos, sin = rows.to(dtype).chunk(2, dim=-1)
-            self.scratch[rope, dtype] = cos, sin
+            self.scratch[rope, dtype] = rows.to(dtype).chunk(2, dim=-1)
         return self.scratch[rope, dtype]
 
     def rotation(self, rope: Rope) -> Rotation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +12,17 @@ from ..shardplan.plan import ShardPlan
 from .batch import ForwardBatch
 from .communicator import Communicator
 from .kv_cache import KVCache
+from .kernels import use_kernels
 from .layers.builder import LayerBuilder
 from .layers.rotary import RotaryTables
 from .messages import Step
 from .models import build_model
+from .paged import Stores
 from .state_cache import StateCache
 from .weights import TORCH_DTYPE, Weights
+
+if TYPE_CHECKING:
+    from .paged_steps import PagedSteps
 
 
 @dataclass(frozen=True)
@@ -36,20 +42,29 @@ class Runner:
         self.dtype = TORCH_DTYPE[plan.dtype]
         self.model = build_model(LayerBuilder(model, self.axes, weights, place.communicator))
         self.cache: KVCache | None = None
+        self.paged_steps: PagedSteps | None = None
 
     def allocate(self, num_blocks: list[int], block_size: int, max_num_seqs: int, max_model_len: int) -> None:
         """Make the KV cache, the recurrent states and the tables whose size depends on the context length."""
         rank, device = self.place.communicator.rank, self.place.device
         self.cache = KVCache(self.config, self.axes, rank, num_blocks, block_size, self.dtype, device)
-        self.states = StateCache(self.config, self.axes, rank, max_num_seqs, self.dtype, device)
+        # One slot more than sequences: what pads a batch has to be somewhere.
+        self.states = StateCache(self.config, self.axes, rank, max_num_seqs + 1, self.dtype, device)
         ropes = {layer.attention.rope for layer in self.config.layers if layer.attention is not None}
         self.rotary = RotaryTables(ropes, max_model_len, device)
-        self.last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.last_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        if use_kernels(torch.empty(0, dtype=self.dtype, device=device)):
+            from .paged_steps import PagedSteps
+
+            stores = Stores(self.cache, self.states, self.rotary)
+            self.paged_steps = PagedSteps(self.model, stores, self.last_ids, max_model_len)
 
     @torch.inference_mode()
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """Run a step: the logits [L, V] of the sequences that sample, or of every token."""
         self.states.clear([s.slot for s in step.sequences if s.start == 0])
+        if self.paged_steps is not None:
+            return self.paged_steps.forward(step, all_logits)
         return self.model(self._batch(step, all_logits))
 
     @torch.inference_mode()

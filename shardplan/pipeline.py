@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LARGE_WINDOW = 8 << 20
 """Bytes of a window (a single large row) beside which no other is held in memory."""
 
-_PROGRESS_SECONDS = 0.1
+_PROGRESS_SECONDS = 0.05
 _MAX_THREADS = 8
 
 
@@ -223,6 +223,8 @@ def write_tensors(
             while worker.is_alive():
                 worker.join(_PROGRESS_SECONDS)
                 progress(work.bytes_done)
+                for file in files:  # here, where it keeps no window waiting
+                    file.start_writeback()
     finally:
         work.stop()
         for worker in workers:

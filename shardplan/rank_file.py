@@ -96,10 +96,13 @@ class RankFile:
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write bytes at `offset` of the data section. Any number of threads may, each to a place of its own."""
         self._write_at(data, self.plan.data_offset + offset)
-        self._unsynced += len(data)  # a lost update between threads only shifts the next write-back
-        if self._unsynced >= _WRITEBACK_BYTES:
+        self._unsynced += len(data)  # an update lost between threads only shifts the next write-back
+
+    def start_writeback(self) -> None:
+        """Let the disk begin with what was written, so that the final fsync is not one long wait. Errors show there."""
+        if self._unsynced >= _WRITEBACK_BYTES and self._fd >= 0 and _sync_file_range is not None:
             self._unsynced = 0
-            start_writeback(self._fd)
+            _sync_file_range(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
     def finish(self, header: bytes) -> None:
         """Write the final header, check the size, and bring everything to the disk. The name stays temporary."""
@@ -137,12 +140,6 @@ class RankFile:
         while view:
             count = os.pwrite(self._fd, view, offset)
             view, offset = view[count:], offset + count
-
-
-def start_writeback(fd: int) -> None:
-    """Let the disk begin with what was written, so that the final fsync is not one long wait; errors show there."""
-    if _sync_file_range is not None:
-        _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
 _SYNC_FILE_RANGE_WRITE = 2

@@ -5,11 +5,18 @@ Shapes: T tokens, S sequences, q and kv the heads of this rank, G = q / kv, L ca
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from ...shardplan.config import Attention as AttentionConfig
 from ..batch import ForwardBatch
+from ..paged import PagedBatch
+
+if TYPE_CHECKING:
+    from .paged_attention import PagedAttention
 
 
 class CachedAttention:
@@ -24,6 +31,8 @@ class CachedAttention:
         """q [T, q, D], k and v [T, kv, D] (None: another layer has written them) -> [T, q*D]"""
         if k is not None and v is not None:
             batch.cache.write(self.index, k, v, batch.slots)
+        if isinstance(batch, PagedBatch):
+            return self.paged(q, batch)
         if batch.decode_only:
             return self._decode(q, batch)
         outputs, begin = [], 0
@@ -31,6 +40,13 @@ class CachedAttention:
             outputs.append(self._sequence(q[begin : begin + count], s, batch))
             begin += count
         return torch.cat(outputs).flatten(1)
+
+    @cached_property
+    def paged(self) -> PagedAttention:
+        """The same by kernels, for batches that are meant for them."""
+        from .paged_attention import PagedAttention
+
+        return PagedAttention(self.index, self.config, self.sinks)
 
     def _decode(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """One token a sequence: all sequences at once, padded to the longest."""

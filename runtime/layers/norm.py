@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..communicator import Communicator
+from ..kernels import use_kernels
 
 
 class RMSNorm:
@@ -29,6 +30,8 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]"""
+        if use_kernels(x):
+            return self.add(x, None)[0]
         values = x.float()
         mean_square = values.square().mean(-1, keepdim=True) + self.eps
         normed = values * (torch.pow(mean_square, -0.5) if self.power else torch.rsqrt(mean_square))
@@ -42,6 +45,11 @@ class RMSNorm:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual): the two steps between blocks, as one so that kernels can fuse them."""
+        if use_kernels(x):
+            from ..kernels.norm import add_rms_norm
+
+            variant = {"one_plus": self.one_plus, "cast_first": self.cast_first}
+            return add_rms_norm(x, residual, self.weight, self.eps, **variant)
         total = x if residual is None else x + residual
         return self(total), total
 

@@ -103,6 +103,11 @@ class RotaryTables:
         return cos, sin
 
 
+    def joined_rows(self, rope: Rope, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """`rows` as one tensor [T, d]: cos, then sin; for integer tensors of any size."""
+        return torch.cat(self.rows(rope, positions.long(), lengths.long()), dim=-1)
+
+
 def _cos_sin(rope: Rope, positions: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     angles = positions.unsqueeze(-1) * inverse
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor

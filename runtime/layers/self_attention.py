@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from ...shardplan.config import Attention as AttentionConfig
 from ..batch import ForwardBatch
+from ..paged import PagedBatch
 from .attention import CachedAttention
 from .builder import LayerBuilder
 from .norm import FullWidthNorm, RMSNorm
@@ -50,6 +53,8 @@ class SelfAttention:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] -> [T, H]"""
+        if isinstance(batch, PagedBatch) and self.is_plain:
+            return self.o_proj(self.attend.paged.from_projection(self.qkv(x), self.q_norm, self.k_norm, batch))
         q, *kv = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(x).split(self.sizes, dim=-1))
         q, gate = (q[:, 0::2], q[:, 1::2]) if self.gated else (q, None)
         if self.full_norm is not None:
@@ -58,6 +63,14 @@ class SelfAttention:
         k, v = self._keys_and_values(kv, batch) if kv else (None, None)
         out = self.attend(q, k, v, batch)
         return self.o_proj(out if gate is None else out * torch.sigmoid(gate.flatten(1)))
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all that happens between projection and attention is norms of heads of one kind, and rotation."""
+        norms = [n for n in (self.q_norm, self.k_norm) if n is not None]
+        alike = len({(n.one_plus, n.cast_first, n.weight is None) for n in norms}) <= 1 and len(norms) != 1
+        special = self.gated or self.norm_after_rotation or self.full_norm or self.v_norm
+        return alike and all(n.weight is not None for n in norms) and not special and len(self.sizes) == 3
 
     def _keys_and_values(self, kv: list[Heads], batch: ForwardBatch) -> tuple[Heads, Heads]:
         """Keys and values to be cached; without a value projection the values are the keys as projected."""

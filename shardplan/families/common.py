@@ -61,23 +61,23 @@ def window(reader: ConfigReader, default: int | None) -> int | None:
 
 
 def ropes_by_layer_type(
-    text: Mapping[str, Any], head_dim: int, thetas: Mapping[str, tuple[str | None, float]]
+    text: Mapping[str, Any], head_dim: int, thetas: Mapping[str, tuple[str | None, float]], **rope: Any
 ) -> dict[str, Rope]:
     """The rotary embedding of every layer type, where they differ; `thetas` are the old key of each and its default.
 
     Older files have a flat `rope_scaling`, which is for the layers with full attention only. Flat `rope_parameters`
     are ignored, as transformers does.
     """
-    rope_parameters(text)  # refuses settings that are no object
-    given = text.get("rope_parameters") or {}
+    given = rope_parameters({"rope_parameters": text.get("rope_parameters")})
     nested = {kind: dict(given[kind]) if isinstance(given.get(kind), Mapping) else {} for kind in thetas}
-    nested["full_attention"].update(text.get("rope_scaling") or {})
+    nested["full_attention"].update(rope_parameters({"rope_scaling": text.get("rope_scaling")}))
     for kind, (key, _) in thetas.items():
         if key is not None and text.get(key) is not None:
             nested[kind].setdefault("rope_theta", text[key])
     settled = {**text, "rope_scaling": None, "rope_parameters": nested, "rope_theta": None}
     return {
-        kind: parse_rope(settled, head_dim, layer_type=kind, default_theta=theta) for kind, (_, theta) in thetas.items()
+        kind: parse_rope(settled, head_dim, layer_type=kind, default_theta=theta, **rope)
+        for kind, (_, theta) in thetas.items()
     }
 
 
@@ -109,6 +109,7 @@ def model_config(
 ) -> ModelConfig:
     """The fields every family has, with the family's defaults for what config.json leaves out."""
     reader = ConfigReader(text_config(config))
+    reader.refuse("per_layer_config", {})
     return ModelConfig(
         family=family,
         architecture=architecture(config),

@@ -59,7 +59,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
         reader.refuse("use_bidirectional_attention")
     scales = Scales(math.sqrt(reader.count("hidden_size")), round_embedding=True, logit_softcap=common.softcap(reader))
     return common.model_config(
-        text,
+        {**text, "per_layer_config": None},  # which is in the layers now
         "gemma4",
         _layers(reader, 1024 if unified else 512),
         tie=True,
@@ -161,7 +161,7 @@ def _per_layer_config(reader: ConfigReader, num_layers: int) -> dict[int, Mappin
         raise CheckpointError(f"config.json: per_layer_config is {shown(value)}, must map layers to settings", "fix it")
     found = {}
     for key, deviating in value.items():
-        if not str(key).isdecimal() or int(key) >= num_layers:
+        if not re.fullmatch(r"[0-9]{1,6}", str(key)) or int(key) >= num_layers:
             raise CheckpointError(f"config.json: per_layer_config names layer {shown(key)}", "fix config.json")
         for name in deviating:
             if name not in ("head_dim", "num_key_value_heads"):

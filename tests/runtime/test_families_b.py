@@ -17,6 +17,7 @@ from mgtp.runtime.capacity import states_bytes
 from mgtp.runtime.messages import Request, Stop
 from mgtp.runtime.sampling_params import SamplingParams
 
+from tests.random_shapes import CONFIGS, build_random, largest_tp_size
 from tests.rank_jobs import cached_logits, chunked_logits, full_logits, greedy, load_worker
 from tests.reference import (
     assert_close,
@@ -27,6 +28,7 @@ from tests.reference import (
     reference_greedy,
     reference_logits,
 )
+from tests.thread_ranks import ThreadRanks
 
 RECIPES = ("qwen3_5", "qwen3_5_vl", "olmo2", "olmo3", "qwen3_moe", "mixtral", "gpt_oss")
 PROMPT = recipe_prompt(30)
@@ -141,3 +143,22 @@ def _cache_bytes(communicator: Any, shard_set: str, options: dict[str, Any], seq
         count = int(demand.blocks_per_sequence(group) * sequences) + 1
         blocks += count * block_bytes(model, axes, rank, group, demand.block_size, 4)
     return blocks + states_bytes(model, axes, rank, demand.max_num_seqs, 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", CONFIGS)
+def test_other_shapes(family, seed, tmp_path):
+    """Random head groups, dimensions, patterns, windows, numbers of experts and options, at tp sizes up to the most."""
+    for dtype, limit in (("float32", 1e-4), ("float64", 2e-6)):
+        model, folder = build_random(family, seed, getattr(torch, dtype)), tmp_path / dtype
+        model.save_pretrained(folder)
+        prompt = recipe_prompt(40, vocab=model.config.vocab_size, seed=seed)
+        full, cached = reference_logits(model, prompt), reference_cached_logits(model, prompt, FIRST)
+        if dtype == "float64" and family.startswith("olmo"):
+            limit = 4e-6  # its norms over all heads are float32 sums, whose last bit depends on the order
+        limit, most = max(limit, 2 * max_difference(full[FIRST - 1 :], cached)), largest_tp_size(model.config)
+        for tp_size in {min(2 + seed % 2, most), most}:
+            ranks = ThreadRanks(folder, tp_size, dtype)
+            assert_close(ranks.full(prompt), full, limit, f"{dtype}, tp {tp_size}, full")
+            assert_close(ranks.cached(prompt, FIRST, slot=1), cached, limit, f"{dtype}, tp {tp_size}, cached")
+            assert_close(ranks.chunked(prompt, 9, slot=2), full, limit, f"{dtype}, tp {tp_size}, in chunks")
