@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from ..shardplan.rope import Rope
     from .kv_cache import KVCache
     from .layers.rotary import RotaryTables
-    from .paged import PagedInputs
     from .state_cache import StateCache
 
 
@@ -38,7 +37,6 @@ class ForwardBatch:
     states: StateCache
     rotary: RotaryTables
     scratch: dict = field(default_factory=dict)  # what layers share within one step, such as attention masks
-    paged: PagedInputs | None = None  # set where kernels run the step: see PagedBatch
 
     @property
     def decode_only(self) -> bool:

@@ -6,11 +6,14 @@ memory as the driver sees it, less what the context itself took.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+_PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,21 @@ def take_snapshot(device: torch.device) -> Snapshot:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Snapshot(total - free, free, total)
-    memory = _fields(Path("/proc/meminfo"))
-    private = _fields(Path("/proc/self/status"))["RssAnon"]
+    if not _PROC.exists():  # macOS: enough to size a cache by; probe-memory is refused there
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Snapshot(0, total // 2, total)
+    memory = _fields(_PROC / "meminfo")
+    private = _fields(_PROC / "self/status")["RssAnon"]
     return Snapshot(private, memory["MemAvailable"], memory["MemTotal"])
 
 
 def resident_bytes(file: Path) -> int:
     """Bytes of this process's mappings of `file` that are in memory (a private copy of a page counts once)."""
+    if not _PROC.exists():
+        return 0
     total, inside = 0, False
     target = str(file.resolve())
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in (_PROC / "self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             inside = line.endswith(target)
         elif inside and line.startswith("Rss:"):

@@ -13,9 +13,10 @@ def die_with_parent() -> None:
     """End this process when the front ends, however it ends.
 
     The parent-death signal covers a front that is killed; end-of-file on the lifeline covers one that was gone before
-    the signal was asked for.
+    the signal was asked for, and systems that have no such signal.
     """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     lifeline = int(os.environ["MGTP_LIFELINE"])
 
     def watch() -> None:

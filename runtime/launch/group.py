@@ -96,8 +96,9 @@ class RankGroup:
             threading.Thread(target=entry.collect, args=[process.stderr], daemon=True).start()
 
     def _environment(self, rank: int) -> dict[str, str]:
-        threads = max(1, (len(os.sched_getaffinity(0))) // self.options.tp_size)
-        defaults = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
+        threads = max(1, _num_cores() // self.options.tp_size)
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": str(threads)}
         world = str(self.options.tp_size)
         contract = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         ours = {"MGTP_RUN_FOLDER": str(self.folder), "MGTP_LIFELINE": str(self._alive), "MGTP_FRONT": str(os.getpid())}
@@ -200,6 +201,11 @@ class RankGroup:
             if entry.process.poll() is None:
                 entry.process.send_signal(number)
                 entry.process.send_signal(signal.SIGCONT)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use; macOS has no affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _own_error(failure: Failed) -> RankError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
-from ...shardplan.errors import RankError
+from ...shardplan.errors import MgtpError, RankError
 from ...shardplan.plan import ShardPlan
 from ..messages import MeasureMemory, MemoryReport
 from .start import StartedGroup
@@ -46,6 +48,8 @@ class MemoryProbe(msgspec.Struct):
 
 def probe(started: StartedGroup, plan: ShardPlan) -> MemoryProbe:
     """Measure every rank after a forward pass. Raises RankError when one does not answer."""
+    if started.ready[0].device == "cpu" and sys.platform != "linux":
+        raise MgtpError("memory of CPU ranks is measured through /proc, which this system lacks", "run it on Linux")
     started.group.send(MeasureMemory())
     reports: dict[int, MemoryReport] = {}
     while len(reports) < plan.tp_size:
