@@ -79,7 +79,8 @@ def open_gguf(path: Path, label: str) -> GgufSource:
     vocab, notes = read_vocab(metadata)
     if len(vocab.tokens) > config["vocab_size"]:
         raise metadata.error(f"{len(vocab.tokens)} tokens, but only {config['vocab_size']} rows in 'token_embd.weight'")
-    config |= {f"{role}_token_id": vocab.special[role] for role in ("bos", "eos", "pad") if role in vocab.special}
+    # Null where the file has none: readers of a config fall back to their class's ids when the key is absent.
+    config |= {f"{role}_token_id": vocab.special.get(role) for role in ("bos", "eos", "pad")}
     files = _small_files(metadata, config, vocab, notes)
     notes += [f"metadata {shown(key)} is not used" for key in unused_keys(metadata, name)]
     tensors = {name: weight.info for name, weight in weights.items()}
@@ -147,7 +148,7 @@ class _Files(Mapping[str, bytes]):
 
 def _generation_config(metadata: Metadata, config: Mapping[str, Any], vocab: Vocab) -> dict[str, Any]:
     """Ids that begin and end a reply, and how the model wants to be sampled where it says so."""
-    generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config}
+    generation = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config[key] is not None}
     ends = vocab.end_ids()
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends

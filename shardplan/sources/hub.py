@@ -145,7 +145,7 @@ class Snapshot:
         """The names of the repository's top-level files; offline, of those in the cache."""
         from huggingface_hub import constants
 
-        if constants.is_offline_mode():
+        if constants.HF_HUB_OFFLINE:
             return list_folder(self.folder)
         return [name for name in self.listing() if "/" not in name]
 

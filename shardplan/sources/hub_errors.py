@@ -46,7 +46,7 @@ def translate(error: Exception, repo: str, revision: str | None) -> MgtpError:
         )
     if isinstance(error, errors.HFValidationError):
         return UsageError(f"{repo}: not a valid model id: {_reason(error)}", "a model on the hub is written org/name")
-    if constants.is_offline_mode() and isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
+    if constants.HF_HUB_OFFLINE and isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         at = f" at revision {revision}" if revision else ""
         return CheckpointError(
             f"{repo}: not completely in the cache{at} ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set",

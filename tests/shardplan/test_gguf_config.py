@@ -55,10 +55,20 @@ def test_config_has_what_transformers_reads_from_the_file(tmp_path: Path, arch: 
     source = open_tiny(tmp_path, arch, metadata={f"{arch}.attention.sliding_window": 512} if arch == "gemma3" else {})
     theirs = load_gguf_checkpoint(str(source.path))["config"]
     assert theirs["model_type"] == source.config["model_type"]
+    assert {"vocab_size", "head_dim", "rope_theta", "num_key_value_heads"} & set(theirs)
     for key in set(theirs) & set(source.config) - {"model_type", "rms_norm_eps"}:
         assert source.config[key] == theirs[key], key
     assert source.config["rms_norm_eps"] == 1e-5, "the shortest decimal of the float32 that is stored"
     assert source.config["vocab_size"] == source.tensors["model.embed_tokens.weight"].shape[0]
+
+
+def test_token_ids_that_the_file_lacks_are_null_for_transformers_too(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    source = open_tiny(tmp_path, metadata={"tokenizer.ggml.bos_token_id": None})
+    (tmp_path / "config.json").write_bytes(source.files["config.json"])
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 2, None)
 
 
 def effective_rope(tmp_path: Path, source: GgufSource) -> dict[str, Any]:
