@@ -23,8 +23,8 @@ venv: $(STAMP) ## install mgtp and what its tests need into .venv
 demo: $(STAMP) ## shard a small model for two processes, chat with it, look at what each process holds
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh
 
-models: $(STAMP) ## fetch the small model that the demo and the tests use
-	@$(BIN)/python scripts/fetch_models.py "$(MGTP_MODELS)"
+models: $(STAMP) ## fetch the small models that the tests use
+	@$(BIN)/python scripts/fetch_models.py --all "$(MGTP_MODELS)"
 
 test: models ## run the test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -16,6 +16,7 @@ from .launching import (
     DtypeOption,
     JsonOption,
     MaxModelLenOption,
+    RevisionOption,
     ShardSetArgument,
     SharedDeviceOption,
     TpSizeOption,
@@ -63,6 +64,7 @@ def generate(
         int | None, typer.Option(help="With --json: log-probabilities of the K likeliest tokens.")
     ] = None,
     dtype: DtypeOption = None,
+    revision: RevisionOption = None,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -81,7 +83,7 @@ def generate(
 
     if logprobs is not None and not as_json:
         raise UsageError(f"--logprobs {logprobs} has nowhere to go", "add --json")
-    shard_set = open_set(directory, tp_size, dtype)
+    shard_set = open_set(directory, tp_size, dtype, revision)
     tokenizer = Tokenizer.load(shard_set.path, shard_set.config)
     text = _prompt_text(prompt_argument, prompt, prompt_file, prompt_ids)
     ids = _encode(tokenizer, shard_set, text, prompt_ids, chat, system)

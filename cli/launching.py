@@ -14,13 +14,24 @@ from ..shardplan.errors import UsageError
 
 if TYPE_CHECKING:
     from ..runtime.launch.start import LaunchOptions, StartedGroup
+    from ..shardplan.plan import ShardPlan
     from ..shardplan.shard_set import ShardSet
 
 log = logging.getLogger("mgtp.cli")
 
-ShardSetArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by mgtp shard.")]
-TpSizeOption = Annotated[int | None, typer.Option(help="Must be the set's own; checked when given.")]
-DtypeOption = Annotated[str | None, typer.Option(help="Must be the set's own: the dtype is fixed when sharding.")]
+ShardSetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR", help="A folder written by mgtp shard; or a checkpoint, which is sharded once into the cache."
+    ),
+]
+TpSizeOption = Annotated[
+    int | None, typer.Option(min=1, help="Ranks. A shard set has its own, which is checked; a checkpoint needs it.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="A shard set has its own, fixed when sharding; for a checkpoint: as in mgtp shard.")
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cuda or cpu; auto takes GPUs where there are any.")]
 DevicesOption = Annotated[str | None, typer.Option(help="Indices of the GPUs to use, one a rank, such as 0,2.")]
 SharedDeviceOption = Annotated[
@@ -43,17 +54,54 @@ def parse_devices(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(part) for part in parts)
 
 
-def open_set(directory: Path, tp_size: int | None, dtype: str | None = None) -> ShardSet:
-    """The shard set, checked strictly; a --tp-size or --dtype other than its own is refused."""
+def open_set(model: str, tp_size: int | None, dtype: str | None = None, revision: str | None = None) -> ShardSet:
+    """The shard set to run, checked strictly: `model` itself, or the cached set of the checkpoint that it is.
+
+    A --tp-size or --dtype other than the set's own is refused.
+    """
     from ..shardplan.shard_set import ShardSet
 
-    shard_set = ShardSet.open(directory, tp_size=tp_size)
+    path = Path(model)
+    if _is_checkpoint(path):
+        return _from_cache(model, tp_size, dtype, revision)
+    if revision is not None:
+        raise UsageError(f"--revision {revision}: {model} is a folder", "revisions belong to models on the hub")
+    shard_set = ShardSet.open(path, tp_size=tp_size)
     stored = shard_set.plan.dtype
     if dtype not in (None, "auto", stored):
         raise UsageError(
-            f"--dtype {dtype}: {directory} holds {stored} weights",
-            f"write such a set: mgtp shard {directory} --tp-size {shard_set.plan.tp_size} --dtype {dtype} --out DIR",
+            f"--dtype {dtype}: {model} holds {stored} weights",
+            f"write such a set: mgtp shard MODEL --tp-size {shard_set.plan.tp_size} --dtype {dtype} --out DIR",
         )
+    return shard_set
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path is to be taken for a checkpoint: a hub id, a file, or a folder that mgtp shard did not write."""
+    if not path.is_dir():
+        return True
+    from ..shardplan.output_folder import State, inspect
+
+    return inspect(path) is State.OTHER
+
+
+def _from_cache(model: str, tp_size: int | None, dtype: str | None, revision: str | None) -> ShardSet:
+    from ..shardplan.cache import cached_set
+    from ..shardplan.sources import open_source
+    from .progress import bytes_progress
+
+    source = open_source(model, revision=revision)
+    if tp_size is None:
+        raise UsageError(f"{model} is a checkpoint: how many ranks?", "add --tp-size N, or run a folder of mgtp shard")
+    with bytes_progress("sharding") as progress:
+
+        def announce(path: Path, plan: ShardPlan) -> None:
+            for note in plan.notes:
+                log.warning("%s: %s", model, note)
+            log.info("sharding %s for %d rank(s) in %s into the cache: %s", model, tp_size, plan.dtype, path)
+
+        shard_set = cached_set(source, tp_size, dtype or "auto", on_write=announce, progress=progress)
+    log.info("running %s", shard_set.path)
     return shard_set
 
 
@@ -71,7 +119,7 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
 
 
 @contextmanager
-def _progress(tp_size: int):  # noqa: ANN202 - a generator of a callback
+def _progress(tp_size: int):
     """A callback for stages: a live line on a terminal, nothing otherwise (a line per rank and stage says too much)."""
     from .console import stderr_is_terminal
 
@@ -80,7 +128,7 @@ def _progress(tp_size: int):  # noqa: ANN202 - a generator of a callback
         return
     from rich.console import Console
 
-    stages = {rank: "spawn" for rank in range(tp_size)}
+    stages = dict.fromkeys(range(tp_size), "spawn")
     console = Console(stderr=True)
     with console.status("starting") as status:
 

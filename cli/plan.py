@@ -9,8 +9,8 @@ import typer
 
 from ..shardplan.errors import UsageError
 from .app import app
-from .launching import JsonOption, MaxModelLenOption
-from .shard import ModelArgument, RevisionOption, SharesOption
+from .launching import JsonOption, MaxModelLenOption, RevisionOption
+from .shard import ModelArgument, SharesOption
 
 if TYPE_CHECKING:
     from ..shardplan.config import ModelConfig

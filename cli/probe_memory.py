@@ -10,8 +10,10 @@ from .app import app
 from .launching import (
     DeviceOption,
     DevicesOption,
+    DtypeOption,
     JsonOption,
     MaxModelLenOption,
+    RevisionOption,
     ShardSetArgument,
     SharedDeviceOption,
     TpSizeOption,
@@ -26,6 +28,8 @@ def probe_memory(
     ctx: typer.Context,
     directory: ShardSetArgument,
     tp_size: TpSizeOption = None,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -43,7 +47,7 @@ def probe_memory(
     from .console import print_json
     from .launching import open_set, parse_devices, running
 
-    shard_set = open_set(directory, tp_size)
+    shard_set = open_set(directory, tp_size, dtype, revision)
     options = LaunchOptions(
         device=device,
         devices=parse_devices(devices),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .app import app
-from .launching import JsonOption
+from .launching import JsonOption, RevisionOption
 
 if TYPE_CHECKING:
     from ..shardplan.plan import ShardPlan
@@ -23,7 +23,6 @@ ModelArgument = Annotated[
 ShardDtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto (the checkpoint's own), bfloat16, float16, float32 or float64.")
 ]
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
 SharesOption = Annotated[
     str | None, typer.Option(help="Share everything out in proportion, such as 2,1,1; default: equally.")
 ]

@@ -95,7 +95,10 @@ class Stage(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Rank -> front: loaded and warm. Bytes and seconds are measured; `kv_cache_tokens` is what the cache holds."""
+    """Rank -> front: loaded and warm. Bytes and seconds are measured; `kv_cache_tokens` is what the cache holds.
+
+    `device_*` are the device's (the host's, on the CPU) as a whole; `backend` is what runs the collectives.
+    """
 
     rank: int
     pid: int
@@ -104,6 +107,9 @@ class Ready(msgspec.Struct, tag=True):
     kv_cache_tokens: int
     max_model_len: int
     load_seconds: float
+    device_used_bytes: int = 0
+    device_total_bytes: int = 0
+    backend: str = ""
 
 
 class MemoryReport(msgspec.Struct, tag=True):
@@ -115,6 +121,23 @@ class MemoryReport(msgspec.Struct, tag=True):
     device_free_bytes: int
     device_total_bytes: int
     kv_cache_tokens: int
+
+
+class Stats(msgspec.Struct, tag=True):
+    """Leader -> front: how busy the engine is, a few times a second and whenever it runs out of work.
+
+    Blocks are those of all cache groups together; one that only could be found again counts as free. `step_seconds`
+    are the durations of the steps since the last report; tokens and preemptions count from the start.
+    """
+
+    running: int
+    waiting: int
+    used_blocks: int
+    total_blocks: int
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    step_seconds: list[float]
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -130,4 +153,4 @@ class Failed(msgspec.Struct, tag=True):
 
 FrontMessage = Request | Abort | MeasureMemory | Stop
 StepMessage = Step | MeasureMemory | Stop
-RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | Failed
+RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | Stats | Failed

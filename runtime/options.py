@@ -6,7 +6,11 @@ import msgspec
 
 
 class RankOptions(msgspec.Struct, frozen=True):
-    """Options of a run. `devices` are indices of visible GPUs, one a rank (empty on the CPU)."""
+    """Options of a run. `devices` are indices of visible GPUs, one a rank (empty on the CPU).
+
+    `enforce_eager` launches every kernel of a step by itself instead of replaying a graph. With `dummy_weights`,
+    `shard_set` is a config.json or its folder, and the weights are random.
+    """
 
     shard_set: str
     tp_size: int
@@ -21,3 +25,5 @@ class RankOptions(msgspec.Struct, frozen=True):
     start_timeout: float = 600.0
     collective_timeout: float = 60.0
     log_level: str = "info"
+    enforce_eager: bool = False
+    dummy_weights: bool = False

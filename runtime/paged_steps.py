@@ -32,7 +32,11 @@ class PagedSteps:
 
     def capture(self) -> None:
         """Record the decode step for every batch size; afterwards such steps are replayed."""
-        self.graphs = DecodeGraphs(self.decode, self.last_ids, self.varying, self.stores.rotary)
+        if self.graphs is None:
+            try:
+                self.graphs = DecodeGraphs(self.decode, self.last_ids, self.varying, self.stores.rotary)
+            except RuntimeError as error:
+                log.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """The logits [L, V] of the sequences that sample, or of every token. Valid until the next step."""

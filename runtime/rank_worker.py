@@ -13,8 +13,22 @@ from . import memory, mesh
 from .blocks import SCRATCH_BLOCK, BlockPool
 from .cache_layout import cache_groups
 from .capacity import CacheDemand, longest_context, plan_blocks
+from .dummy import dummy_shard_set, random_block
 from .engine import Engine
-from .messages import Abort, MeasureMemory, MemoryReport, Ready, Request, SequenceStep, Step, Stop, Tokens
+from .engine_stats import StatsReporter
+from .messages import (
+    Abort,
+    FrontMessage,
+    MeasureMemory,
+    MemoryReport,
+    Ready,
+    Request,
+    SequenceStep,
+    Step,
+    StepMessage,
+    Stop,
+    Tokens,
+)
 from .rank_link import RankLink
 from .runner import Place, Runner
 from .scheduler import Scheduler
@@ -35,7 +49,9 @@ class RankWorker:
 
     def __init__(self, link: RankLink) -> None:
         self.link, self.options, self.rank = link, link.options, link.rank
-        self.shard_set = ShardSet.open(Path(self.options.shard_set), ranks=[self.rank])
+        path, tp_size = Path(self.options.shard_set), self.options.tp_size
+        dummy = self.options.dummy_weights
+        self.shard_set = dummy_shard_set(path, tp_size) if dummy else ShardSet.open(path, ranks=[self.rank])
         self.plan = self.shard_set.plan
         self.file = self.shard_set.rank_path(self.rank)
 
@@ -53,6 +69,7 @@ class RankWorker:
         self.link.stage("warm-up")
         self.allocate()
         self.warm_up()
+        now = memory.take_snapshot(device)
         self.link.send(
             Ready(
                 rank=self.rank,
@@ -62,6 +79,9 @@ class RankWorker:
                 kv_cache_tokens=self.kv_cache_tokens,
                 max_model_len=self.demand.max_model_len,
                 load_seconds=seconds,
+                device_used_bytes=now.total - now.free,
+                device_total_bytes=now.total,
+                backend=communicator.backend,
             )
         )
         self.link.current_stage = "running"
@@ -71,21 +91,24 @@ class RankWorker:
     def load(self) -> None:
         """Map the rank's file (CPU) or copy it to the device as one block, and build the model on it."""
         device, rank_plan = self.place.device, self.plan.ranks[self.rank]
-        if device.type == "cuda":
+        if device.type == "cuda" and not self.options.dummy_weights:
             # What streams, copies and pinned memory take of the device is the context's own, not the weights'.
             read_to_device(self.file, rank_plan, device, limit=CONTEXT_SAMPLE_BYTES)
             torch.cuda.empty_cache()
         self.before_load = memory.take_snapshot(device)
-        self.block = (
-            map_file(self.file, rank_plan) if device.type == "cpu" else read_to_device(self.file, rank_plan, device)
-        )
+        if self.options.dummy_weights:
+            self.block = random_block(rank_plan, device)
+        elif device.type == "cpu":
+            self.block = map_file(self.file, rank_plan)
+        else:
+            self.block = read_to_device(self.file, rank_plan, device)
         self.runner = Runner(self.shard_set.model, self.plan, Weights(self.block, rank_plan), self.place)
         self.load_growth = memory.take_snapshot(device).used - self.before_load.used
 
     @property
     def loaded_bytes(self) -> int:
         """Bytes of weights that this rank holds now: what loading took, and on the CPU what is resident of the file."""
-        mapped = memory.resident_bytes(self.file) if self.place.device.type == "cpu" else 0
+        mapped = 0 if self.place.device.type == "cuda" or self.options.dummy_weights else memory.resident_bytes(self.file)
         return self.load_growth + mapped
 
     def allocate(self) -> None:
@@ -125,6 +148,8 @@ class RankWorker:
         self.runner.forward(step)
         if self.place.device.type == "cuda":
             torch.cuda.synchronize()
+            if not self.options.enforce_eager:
+                self.runner.capture()
 
     def device_name(self) -> str:
         """'cpu', or 'cuda:0 (NVIDIA H200)'."""
@@ -134,24 +159,32 @@ class RankWorker:
     def lead(self) -> None:
         """Run the engine: take requests in between steps, hand out tokens, wait when there is nothing to do."""
         engine = self.make_engine()
+        stats = StatsReporter(engine.scheduler, self.link.send)
         while True:
             message = self.link.receive(0 if engine.scheduler.has_work else None)
-            if isinstance(message, Stop):
-                self.link.send_step(message)
-                return
-            if isinstance(message, Request):
-                engine.add(message)
-            elif isinstance(message, Abort):
-                engine.abort(message.id)
-            elif isinstance(message, MeasureMemory):
-                self.link.send_step(message)
-                self.measure()
-            if message is None:
-                outputs, failures = engine.step()
-                for failure in failures:
-                    self.link.send(failure)
-                if outputs:
-                    self.link.send(Tokens(outputs))
+            while message is not None:
+                if isinstance(message, Stop):
+                    self.link.send_step(message)
+                    return
+                self.obey(engine, message)
+                message = self.link.receive(0)
+            begin = time.monotonic()
+            outputs, failures = engine.step()
+            for failure in failures:
+                self.link.send(failure)
+            if outputs:
+                self.link.send(Tokens(outputs))
+            stats.note_step(begin, time.monotonic())
+
+    def obey(self, engine: Engine, message: FrontMessage | StepMessage) -> None:
+        """Do what the front says, between two steps."""
+        if isinstance(message, Request):
+            engine.add(message)
+        elif isinstance(message, Abort):
+            engine.abort(message.id)
+        elif isinstance(message, MeasureMemory):
+            self.link.send_step(message)
+            self.measure()
 
     def make_engine(self) -> Engine:
         """The leader's engine over all of the cache's blocks."""

@@ -60,6 +60,12 @@ class Runner:
             self.paged_steps = PagedSteps(self.model, stores, self.last_ids, max_model_len)
 
     @torch.inference_mode()
+    def capture(self) -> None:
+        """Record decode steps as graphs, where kernels run them and every collective can be recorded."""
+        if self.paged_steps is not None and self.place.communicator.backend != "host":
+            self.paged_steps.capture()
+
+    @torch.inference_mode()
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """Run a step: the logits [L, V] of the sequences that sample, or of every token."""
         self.states.clear([s.slot for s in step.sequences if s.start == 0])

@@ -63,6 +63,8 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._computed: list[tuple[Sequence, int, int]] = []  # what the last step wrote, not yet findable
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of all sequences admitted so far
+        self.num_cached_tokens = 0  # of these, found in the cache
 
     @property
     def has_work(self) -> bool:
@@ -107,6 +109,8 @@ class Scheduler:
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
+            self.num_prompt_tokens += sequence.num_tokens
+            self.num_cached_tokens += sequence.num_computed
             scheduled.append(self._take(sequence, count))
             budget -= count
         return scheduled

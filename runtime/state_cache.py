@@ -18,7 +18,7 @@ from ..shardplan.recurrent_state import conv_state_shape, recurrent_state_shape
 class StateCache:
     """Per delta-net layer the last inputs of the convolution [N, K-1, C], and the state [N, v, dk, dv] in float32.
 
-    There is one slot more than sequences: a scratch slot, the last, that nobody owns.
+    The last slot is a scratch slot that no sequence owns.
     """
 
     def __init__(
@@ -26,11 +26,10 @@ class StateCache:
         model: ModelConfig,
         axes: Mapping[str, Axis],
         rank: int,
-        max_num_seqs: int,
+        num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        num_slots = max_num_seqs + 1
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for i, layer in enumerate(model.layers):
             if layer.delta_net is not None:
@@ -45,6 +44,8 @@ class StateCache:
 
     def clear(self, slots: Sequence[int]) -> None:
         """Forget whatever `slots` held: a sequence begins there."""
-        for tensors in self._layers.values() if slots else ():
+        if slots and self._layers:
+            tensors = [tensor for pair in self._layers.values() for tensor in pair]
+            index = torch.tensor(list(slots), dtype=torch.int64, device=tensors[0].device)
             for tensor in tensors:
-                tensor[list(slots)] = 0
+                tensor.index_fill_(0, index, 0)

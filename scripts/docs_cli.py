@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,19 @@ def render(app: typer.Typer, template: str, name: str = "mgtp") -> str:
     # Typer carries a copy of click of its own: everything below goes by the attributes both have.
     group: Any = typer.main.get_command(app)
     context = group.context_class(group, info_name=name, **group.context_settings)
-    sections = [_section(group, context)]
-    # By name: the order of registration depends on what else has been imported.
-    for command in (group.get_command(context, command_name) for command_name in sorted(group.commands)):
-        if not command.hidden:
-            own = command.context_class(command, info_name=command.name, parent=context, **command.context_settings)
-            sections.append(_section(command, own))
-    return template.replace(MARKER, "\n\n".join(sections), 1)
+    return template.replace(MARKER, "\n\n".join(_sections(group, context)), 1)
+
+
+def _sections(command: Any, context: Any) -> Iterator[str]:
+    """The section of a command and, when it is a group, those of the commands in it.
+
+    By name: the order of registration depends on what else has been imported.
+    """
+    yield _section(command, context)
+    for _, inner in sorted(getattr(command, "commands", {}).items()):
+        if not inner.hidden:
+            settings = {"info_name": inner.name, "parent": context, **inner.context_settings}
+            yield from _sections(inner, inner.context_class(inner, **settings))
 
 
 def _section(command: Any, context: Any) -> str:

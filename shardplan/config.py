@@ -91,7 +91,8 @@ class Scales:
 class ModelConfig:
     """A decoder-only language model, independent of how its config.json spells it.
 
-    `extra_axes` are the sizes of model axes that neither the layers nor the vocabulary name.
+    `extra_axes` are the sizes of model axes that neither the layers nor the vocabulary name. `per_layer_width` is that
+    of a token's embedding for each layer, where there are such.
     """
 
     family: str
@@ -106,6 +107,7 @@ class ModelConfig:
     text: Mapping[str, Any] = field(repr=False, compare=False)
     scales: Scales = Scales()
     extra_axes: tuple[tuple[str, int], ...] = ()
+    per_layer_width: int = 0
 
     @property
     def rope_depends_on_length(self) -> bool:
@@ -181,12 +183,17 @@ class ConfigReader:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's settings: `text_config` of a multimodal wrapper, else the config itself."""
+    """The language model's settings: `text_config` of a multimodal wrapper, else the config itself.
+
+    Either level may say that embeddings are tied: which one counts has changed over the versions of transformers, and
+    where a head is stored it is used in any case.
+    """
     text = config.get("text_config")
     if text is None:
         return config
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: text_config is {shown(text)}, must be an object", "fix config.json")
-    if "tie_word_embeddings" not in text and "tie_word_embeddings" in config:
-        return {**text, "tie_word_embeddings": config["tie_word_embeddings"]}
-    return text
+    flags = [flag for level in (text, config) if (flag := level.get("tie_word_embeddings")) is not None]
+    if not flags:
+        return text
+    return {**text, "tie_word_embeddings": any(flag is True for flag in flags) or flags[0]}

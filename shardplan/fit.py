@@ -165,7 +165,8 @@ def workspace_bytes(model: ModelConfig, axes: Mapping[str, Axis], rank: int, ite
     """An estimate of what one step of STEP_TOKENS tokens takes beside weights and cache."""
     widest = max(_layer_width(layer, axes, rank) for layer in model.layers)
     logits = 3 * 4 * NUM_SEQUENCES * model.vocab_size
-    return STEP_TOKENS * itemsize * (4 * model.hidden_size + widest) + logits
+    per_layer = 3 * len(model.layers) * model.per_layer_width
+    return STEP_TOKENS * itemsize * (4 * model.hidden_size + widest + per_layer) + logits
 
 
 def _layer_width(layer: Layer, axes: Mapping[str, Axis], rank: int) -> int:

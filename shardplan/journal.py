@@ -84,4 +84,4 @@ class Journal:
 
     def remove(self) -> None:
         """The run is complete."""
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)

@@ -30,6 +30,10 @@ log = logging.getLogger("mgtp.shard")
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\.safetensors")
 
 
+class FolderBusy(UsageError):
+    """Another process is writing this folder."""
+
+
 class State(Enum):
     """What is in the folder now."""
 
@@ -125,6 +129,8 @@ def claim(out: Path, key: str, needed: int, num_ranks: int, *, force: bool) -> I
             else:
                 clear(out)
             yield journal
+            # The journal is the last to go: before that, the same command still finds a run to finish.
+            (out / LOCK_FILE).unlink()
             journal.remove()
         finally:
             journal.close()
@@ -140,7 +146,8 @@ def locked(out: Path) -> Iterator[None]:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if _is_at(fd, path):
+            path.unlink()
         os.close(fd)
 
 
@@ -180,20 +187,24 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
             os.close(fd)
-            raise UsageError(
+            raise FolderBusy(
                 f"--out {path.parent} is being written by process {holder or 'unknown'}",
                 "wait until it has finished, or name another folder",
             ) from None
         except OSError as error:
             log.warning("%s: cannot be locked (%s): do not run two commands into this folder", path, error.strerror)
             return fd
-        try:
-            # The holder before us removes the file: then this is a lock on nothing.
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                return fd
-        except FileNotFoundError:
-            pass
-        os.close(fd)
+        if _is_at(fd, path):
+            return fd
+        os.close(fd)  # the holder before us has removed the file: this was a lock on nothing
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether `path` still names the file that is open as `fd`."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _is_plan(path: Path) -> bool:

@@ -97,10 +97,11 @@ def make_plan(source: Source, tp_size: int, dtype: str = "auto", shares: Sequenc
 
 
 def auto_dtype(blueprint: Blueprint) -> str:
-    """The dtype that most of the checkpoint's bytes have."""
+    """The dtype that most of the checkpoint's bytes have; for quantised values bfloat16, the usual one to run in."""
     size: Counter[str] = Counter()
     for info in blueprint.sources.values():
-        size[info.dtype] += part_bytes(info.shape, ITEMSIZE[info.dtype])
+        dtype = "BF16" if info.is_quantised else info.dtype
+        size[dtype] += part_bytes(info.shape, ITEMSIZE[dtype])
     return COMMON_NAME[size.most_common(1)[0][0]]
 
 

@@ -111,7 +111,7 @@ def _olmo3(r: Random) -> tuple[type, Any]:
     return T.Olmo3ForCausalLM, T.Olmo3Config(**base)
 
 
-def _experts(r: Random) -> dict[str, int]:
+def _experts(r: Random) -> dict[str, Any]:
     count = r.randint(1, 9)
     return {"num_local_experts": count, "num_experts_per_tok": r.randint(1, min(count, 4))}
 

@@ -22,12 +22,17 @@ def document_id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def spellings(command: Any) -> set[str]:
+    """Of the options of a command and, for a group, of those of the commands in it."""
+    inner = getattr(command, "commands", {}).values()
+    return {opt for p in command.params for opt in p.opts}.union({"-h", "--help"}, *map(spellings, inner))
+
+
 @pytest.fixture(scope="module")
 def options() -> dict[str, set[str]]:
-    """Command -> spellings of its options; "" holds the global ones."""
+    """Command -> spellings of its options."""
     group: Any = typer.main.get_command(load_app())
-    commands = {"": group, **group.commands}
-    return {name: {opt for p in c.params for opt in p.opts} | {"-h", "--help"} for name, c in commands.items()}
+    return {name: spellings(command) for name, command in group.commands.items()}
 
 
 # --- docs/cli.md ------------------------------------------------------------------------------------------------------
@@ -40,9 +45,9 @@ def test_cli_page_is_current() -> None:
 
 
 def test_every_option_has_help() -> None:
-    group: Any = typer.main.get_command(load_app())
-    silent = [f"{name} {p.opts}" for name, c in group.commands.items() for p in c.params if not getattr(p, "help", "")]
-    assert not silent
+    rows = re.findall(r"^\| `-.*$", render(load_app(), TEMPLATE.read_text(encoding="utf-8")), re.MULTILINE)
+    assert rows
+    assert not [row for row in rows if re.search(r"\| (\[.*)?\|$", row)]
 
 
 def test_render_shows_arguments_options_defaults_and_ranges() -> None:
@@ -61,13 +66,21 @@ def test_render_shows_arguments_options_defaults_and_ranges() -> None:
     @program.command(hidden=True)
     def _secret() -> None: ...
 
+    store = typer.Typer(help="What is stored.")
+    program.add_typer(store, name="store")
+
+    @store.command("list")
+    def _list() -> None: ...
+
     page = render(program, f"# Top\n\n{MARKER}\n\nend\n", name="prog")
     assert "| `--debug` | Say more. |" in page
     assert "## `prog cut-up`\n\n    prog cut-up [OPTIONS] MODEL\n" in page
     assert "Cut it up.\n\nSlowly.\n" in page
     assert "| `MODEL` | A \\| B. [required] |" in page
     assert re.search(r"\| `--size <int.*>` \| How many\. \[default: 2; x>=1\] \|", page)
-    assert page.endswith("Exits with 1 | 2.\n\nend\n")
+    assert "\n\nExits with 1 | 2.\n\n## `prog store`\n" in page
+    assert "## `prog store list`\n\n    prog store list" in page
+    assert page.endswith("\n\nend\n")
     assert "secret" not in page
 
 
@@ -114,6 +127,14 @@ def test_make_targets_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     used = {m[1] for code in code_in(path.read_text(encoding="utf-8")) if (m := re.match(r"make ([a-z]+)", code))}
     assert used <= targets
+
+
+def test_readme_names_every_family() -> None:
+    from mgtp.shardplan.families import FAMILIES
+
+    row = re.search(r"^\| families \| (.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert row
+    assert re.findall(r"[a-z]\w*", row[1]) == sorted(FAMILIES)
 
 
 def test_every_decision_is_listed() -> None:

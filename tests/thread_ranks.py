@@ -1,7 +1,7 @@
 """Ranks as threads of one process, for tests that change what ranks do: no files, no processes, no pickling.
 
-    ranks = ThreadRanks(folder, tp_size=3)
-    ranks.full(prompt), ranks.cached(prompt, first=5), ranks.chunked(prompt, size=7)      rank 0's logits
+ranks = ThreadRanks(folder, tp_size=3)
+ranks.full(prompt), ranks.cached(prompt, first=5), ranks.chunked(prompt, size=7)      rank 0's logits
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+
 from mgtp.runtime.cache_layout import cache_groups
 from mgtp.runtime.messages import SequenceStep, Step
 from mgtp.runtime.runner import Place, Runner
 from mgtp.runtime.weights import TORCH_DTYPE, Weights
-from mgtp.shardplan.planner import make_plan
-from mgtp.shardplan.plan import RankPlan, effective_model
 from mgtp.shardplan.families import parse_config
+from mgtp.shardplan.plan import RankPlan, effective_model
+from mgtp.shardplan.planner import make_plan
 from mgtp.shardplan.sources import open_source
-from safetensors.torch import load_file
 
 BLOCK_SIZE = 16
 SECONDS = 60

@@ -1,6 +1,6 @@
 """Models of tests/recipes.py in other shapes: other head groups, windows, patterns, sizes and options.
 
-    build_variant(label, seed) -> model in evaluation mode, with everything random
+build_variant(label, seed) -> model in evaluation mode, with everything random
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import transformers as T
 from tests.recipes import COMMON, RECIPES, randomize_
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-
 
 
 def gemma4_unified() -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
     return scores * 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode_attention(
     q_ptr, k_cache, v_cache, tables, rows, positions, out_ptr, partial, stats, counters,
     cos_sin, q_weight, k_weight, q_eps, k_eps, sinks, q_stride, table_stride, scale, cap, window,
@@ -79,10 +79,14 @@ def _decode_attention(
     total = tl.zeros([G_DOT], tl.float32)
     acc = tl.zeros([G_DOT, D_PAD], tl.float32)
     q_dot = q.to(dtype)
+    ahead = begin + tl.arange(0, BLOCK)
+    next_block = tl.load(table + ahead // SIZE, mask=ahead < end, other=0)
     for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         seen = at < end
-        block = tl.load(table + at // SIZE, mask=seen, other=0)
+        # Looked up one turn ahead, so that loads of keys wait for no other load of their own turn.
+        block = next_block
+        next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < end, other=0)
         slots = ((block.to(tl.int64) * SIZE + at % SIZE) * KV + head) * D
         mask = seen[:, None] & (d < D)[None, :]
         k = tl.load(k_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
@@ -173,6 +177,13 @@ def num_splits(sequences: int, kv: int, processors: int) -> int:
     return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
+def choose_tiling(wide: int, itemsize: int) -> tuple[int, int, int]:
+    """(keys at a time, warps, pipeline stages) for heads of `wide` padded dimensions."""
+    if itemsize > 2:
+        return (64 if wide <= 128 else 16), 4, 2
+    return (64 if wide <= 128 else (32 if wide <= 256 else 16)), 4, 3
+
+
 def decode_attention(
     q: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
@@ -185,13 +196,14 @@ def decode_attention(
     norms: tuple[HeadNorm, HeadNorm] | None = None,
     *,
     splits: int = 0,
+    tiling: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """[S, kv*G*D]: attention of each sequence's newest token, at `positions` int32 [S], over the tokens up to it.
 
     `cache`: keys and values, each [B, S, kv, D]; `rows` int32 [S]: each sequence's row in `table` int32 [R, blocks].
     Without a rotation `q` is [S, kv*G, D], ready, and its key is in the cache. With one `q` is the projection
     [S, (kv*G + 2 kv) * D], and the new key and value are written too. `counters` int32, at least S*kv, all zero, and
-    left so; it may be shared by all layers.
+    left so; it may be shared by all layers. `tiling`: keys at a time, warps, pipeline stages.
     """
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
@@ -204,7 +216,7 @@ def decode_attention(
     scratch = torch.empty(count * kv * splits * pad * (wide + 2), dtype=torch.float32, device=q.device)
     partial, stats = scratch, scratch[count * kv * splits * pad * wide :]
     cos_sin = rotation.cos_sin if rotation is not None else scratch
-    block = 64 if wide <= 128 else (32 if wide <= 256 else 16)
+    block, warps, stages = tiling or choose_tiling(wide, q.element_size())
     _decode_attention[(count, kv, splits)](
         q, k_cache, v_cache, table, rows, positions, out, partial, stats, counters,
         cos_sin, *norm_arguments(norms, cos_sin), cos_sin if softmax.sinks is None else softmax.sinks,
@@ -214,6 +226,6 @@ def decode_attention(
         FUSED=fused, ROT=rotation.cos_sin.shape[1] if rotation is not None else 0,
         INTERLEAVED=rotation is not None and rotation.interleaved, BY_TOKEN=rotation is not None and rotation.by_token,
         **norm_flags(norms), WINDOWED=softmax.window > 0, CAPPED=softmax.cap > 0, SINKS=softmax.sinks is not None,
-        PRECISION=precision(q), **launch_options(q, num_warps=4, num_stages=3 if q.element_size() == 2 else 2),
+        PRECISION=precision(q), **launch_options(q, num_warps=warps, num_stages=stages),
     )  # fmt: skip
     return out

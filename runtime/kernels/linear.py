@@ -74,7 +74,7 @@ def _row_products(
     tl.store(y_ptr + rows, y.to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _tile_products(
     x_ptr, w_ptr, bias_ptr, y_ptr, T, N,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,

@@ -23,9 +23,13 @@ def _attend(
     """Online softmax over keys [low, high); query i sees [first_seen[i], last_seen[i]], checked when MASKED."""
     d = tl.arange(0, D_PAD)
     dtype = k_cache.dtype.element_ty
+    ahead = low + tl.arange(0, BLOCK)
+    next_block = tl.load(table + ahead // SIZE, mask=ahead < high, other=0)
     for first in range(low, high, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        block = tl.load(table + at // SIZE, mask=at < high, other=0)
+        # Looked up one turn ahead, so that loads of keys wait for no other load of their own turn.
+        block = next_block
+        next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < high, other=0)
         slots = ((block.to(tl.int64) * SIZE + at % SIZE) * KV + head) * D
         if D == D_PAD:
             k = tl.load(k_cache + slots[None, :] + d[:, None])
@@ -51,7 +55,7 @@ def _attend(
     return highest, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill_attention(
     q_ptr, k_cache, v_cache, tables, starts, rows, kv_lens, out_ptr, sinks, table_stride, scale, cap, window,
     KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,

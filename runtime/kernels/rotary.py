@@ -69,7 +69,7 @@ def load_rotated(
     return rotated.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _rotate_and_write(
     qkv_ptr, q_out, k_cache, v_cache, tables, rows, positions, cos_sin, q_weight, k_weight, q_eps, k_eps,
     qkv_stride, table_stride,

@@ -59,10 +59,11 @@ class RankGroup:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RankMessage)
         self._context = zmq.Context()
         try:
-            self._events = self._context.socket(zmq.PULL)
-            self._events.bind(f"ipc://{self.folder}/front")
+            self.events = self._context.socket(zmq.PULL)
+            self.events.bind(f"ipc://{self.folder}/front")
             self._requests = self._context.socket(zmq.PUSH)
             self._requests.setsockopt(zmq.LINGER, 0)
+            self._requests.setsockopt(zmq.SNDHWM, 0)  # sending never waits: who sends bounds what is under way
             self._requests.connect(f"ipc://{self.folder}/leader")
             self._alive, self._lifeline = os.pipe()
             self._spawn(rank_module)
@@ -112,34 +113,43 @@ class RankGroup:
         """The next message from any rank, or None after `timeout` seconds. Raises RankError when a rank has failed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            if self._events.poll(POLL_MS):
-                message = self._decoder.decode(self._events.recv())
+            if self.events.poll(POLL_MS):
+                message = self.decode(self.events.recv())
                 if isinstance(message, Failed):
-                    raise self._first_cause([message])
+                    raise self.blame([message, *self._further_failures()])
                 return message
-            self._check_alive()
+            if self.has_exited():
+                raise self.blame(self._further_failures())
             if deadline is not None and time.monotonic() >= deadline:
                 return None
 
-    def _check_alive(self) -> None:
-        """Raise RankError when a rank has exited or stands still."""
-        for entry in self.ranks:
-            if entry.process.poll() is not None:
-                raise self._first_cause([])
+    def decode(self, content: bytes) -> RankMessage:
+        """A message as it came from the socket `events`."""
+        return self._decoder.decode(content)
+
+    def has_exited(self) -> bool:
+        """Whether a rank has ended; raises RankError for one that stands still."""
+        if any(entry.process.poll() is not None for entry in self.ranks):
+            return True
         for entry in self.ranks:
             if _is_stopped(entry.process.pid):
                 raise RankError(
                     f"rank {entry.rank} is stopped (SIGSTOP) in stage {entry.stage!r}", "do not suspend ranks"
                 )
+        return False
 
-    def _first_cause(self, failures: list[Failed]) -> RankError:
-        """The error of the rank that failed first: its own words, or the end of its stderr. Others only follow it."""
-        deadline = time.monotonic() + FIRST_CAUSE_SECONDS
+    def _further_failures(self) -> list[Failed]:
+        """What ranks say while the cause of a failure is still open."""
+        failures, deadline = [], time.monotonic() + FIRST_CAUSE_SECONDS
         while time.monotonic() < deadline:
-            if self._events.poll(POLL_MS):
-                message = self._decoder.decode(self._events.recv())
+            if self.events.poll(POLL_MS):
+                message = self.decode(self.events.recv())
                 if isinstance(message, Failed):
                     failures.append(message)
+        return failures
+
+    def blame(self, failures: list[Failed]) -> RankError:
+        """The error of the rank that failed first: its own words, or the end of its stderr. Others only follow it."""
         exited = [e for e in self.ranks if e.process.poll() is not None]
         spoke = {f.rank for f in failures}
         silent = [e for e in exited if e.rank not in spoke]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...shardplan.errors import RankError
 from ...shardplan.shard_set import ShardSet
-from ..messages import Ready, Stage
+from ..messages import RankMessage, Ready, Stage
 from ..options import RankOptions
 from . import group as group_module
 from .devices import describe, place_ranks
@@ -48,6 +48,19 @@ def start_ranks(
 
     Everything that can be refused is refused before a process is started. Raises UsageError, DeviceError or RankError.
     """
+    group = spawn_ranks(shard_set, options)
+    start = StartUp(group, options.start_timeout, on_stage)
+    try:
+        while not start.done:
+            start.note(group.receive(start.seconds_left))
+    except BaseException:
+        group.stop()
+        raise
+    return start.result()
+
+
+def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
+    """Start a process for every rank, on the device it is given; raises UsageError or DeviceError before that."""
     tp_size = shard_set.plan.tp_size
     devices = None if options.devices is None else list(options.devices)
     placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device)
@@ -64,32 +77,44 @@ def start_ranks(
         start_timeout=options.start_timeout,
         log_level=options.log_level,
     )
-    begin = time.monotonic()
-    group = RankGroup(rank_options, group_module.RANK_MODULE)
-    try:
-        ready = _wait_until_ready(group, options.start_timeout, on_stage)
-    except BaseException:
-        group.stop()
-        raise
-    return StartedGroup(group, ready, time.monotonic() - begin)
+    return RankGroup(rank_options, group_module.RANK_MODULE)
 
 
-def _wait_until_ready(group: RankGroup, timeout: float, on_stage: Callable[[int, str], None] | None) -> list[Ready]:
-    ready: dict[int, Ready] = {}
-    deadline = time.monotonic() + timeout
-    while len(ready) < len(group.ranks):
-        message = group.receive(max(0.0, deadline - time.monotonic()))
+class StartUp:
+    """How far the ranks of a group are on their way to being ready."""
+
+    def __init__(self, group: RankGroup, timeout: float, on_stage: Callable[[int, str], None] | None = None) -> None:
+        self.group, self.timeout, self.on_stage = group, timeout, on_stage
+        self._begin = time.monotonic()
+        self._ready: dict[int, Ready] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank is ready."""
+        return len(self._ready) == len(self.group.ranks)
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the time that all ranks together may take."""
+        return max(0.0, self._begin + self.timeout - time.monotonic())
+
+    def note(self, message: RankMessage | None) -> None:
+        """Take a message into account; None says that time ran out, which raises RankError."""
         if message is None:
-            late = next(e for e in group.ranks if e.rank not in ready)
+            late = next(e for e in self.group.ranks if e.rank not in self._ready)
             raise RankError(
-                f"rank {late.rank} is not ready after {timeout:g} s, stage {late.stage!r}",
+                f"rank {late.rank} is not ready after {self.timeout:g} s, stage {late.stage!r}",
                 "see --debug for what it prints",
             )
         if isinstance(message, Ready):
-            ready[message.rank] = message
-            group.ranks[message.rank].stage = "running"
+            self._ready[message.rank] = message
+            self.group.ranks[message.rank].stage = "running"
         elif isinstance(message, Stage):
-            group.ranks[message.rank].stage = message.name
-            if on_stage is not None:
-                on_stage(message.rank, message.name)
-    return [ready[r] for r in sorted(ready)]
+            self.group.ranks[message.rank].stage = message.name
+            if self.on_stage is not None:
+                self.on_stage(message.rank, message.name)
+
+    def result(self) -> StartedGroup:
+        """The group with what its ranks said, in rank order."""
+        ready = [self._ready[r] for r in sorted(self._ready)]
+        return StartedGroup(self.group, ready, time.monotonic() - self._begin)

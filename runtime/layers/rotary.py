@@ -102,7 +102,6 @@ class RotaryTables:
         cos, sin = table.chunk(2, dim=-1)
         return cos, sin
 
-
     def joined_rows(self, rope: Rope, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """`rows` as one tensor [T, d]: cos, then sin; for integer tensors of any size."""
         return torch.cat(self.rows(rope, positions.long(), lengths.long()), dim=-1)

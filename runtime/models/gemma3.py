@@ -33,8 +33,10 @@ def gemma3_layer(build: LayerBuilder, index: int) -> SandwichLayer:
     """One decoder layer; its window and rotation come from the config."""
     config = build.model.layers[index].attention
     assert config is not None
-    norms = {n: gemma3_norm(build, f"model.layers.{index}.self_attn.{n}") for n in ("q_norm", "k_norm")}
-    return gemma_block(build, index, SelfAttention(build, index, config, **norms), gemma3_norm)
+    p = f"model.layers.{index}.self_attn."
+    q_norm, k_norm = gemma3_norm(build, f"{p}q_norm"), gemma3_norm(build, f"{p}k_norm")
+    attention = SelfAttention(build, index, config, q_norm=q_norm, k_norm=k_norm)
+    return gemma_block(build, index, attention, gemma3_norm)
 
 
 def build(builder: LayerBuilder) -> Decoder:

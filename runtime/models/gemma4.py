@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ...shardplan.config import ConfigReader, ModelConfig
+from ...shardplan.config import ConfigReader
 from ..batch import ForwardBatch
 from ..layers.activation import ACTIVATIONS
 from ..layers.builder import LayerBuilder
@@ -26,21 +26,16 @@ def gemma4_norm(build: LayerBuilder, name: str) -> RMSNorm:
     return build.norm(name, cast_first=False, power=True)
 
 
-def per_layer_width(model: ModelConfig) -> int:
-    """P, or 0 for a model without per-layer embeddings."""
-    return ConfigReader(model.text).count("hidden_size_per_layer_input", least=0)
-
-
 def gemma4_attention(build: LayerBuilder, index: int) -> SelfAttention:
     """Attention of one layer; those that use another one's keys and values norm only their queries."""
     config = build.model.layers[index].attention
     assert config is not None
     p = f"model.layers.{index}.self_attn."
-    norms = {"q_norm": gemma4_norm(build, f"{p}q_norm")}
-    if config.kv_source is None:
-        norms["k_norm"] = gemma4_norm(build, f"{p}k_norm")
-        norms["v_norm"] = RMSNorm(None, build.model.norm_eps, power=True)
-    return SelfAttention(build, index, config, **norms)
+    q_norm = gemma4_norm(build, f"{p}q_norm")
+    if config.kv_source is not None:
+        return SelfAttention(build, index, config, q_norm=q_norm)
+    k_norm, v_norm = gemma4_norm(build, f"{p}k_norm"), RMSNorm(None, build.model.norm_eps, power=True)
+    return SelfAttention(build, index, config, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm)
 
 
 class PerLayerInputs:
@@ -49,7 +44,8 @@ class PerLayerInputs:
     The embeddings [V, L*P] are cut by vocabulary rows; the projection is small and whole on every rank.
     """
 
-    def __init__(self, build: LayerBuilder, width: int) -> None:
+    def __init__(self, build: LayerBuilder) -> None:
+        width = build.model.per_layer_width
         axis = build.model.extra_axes[0][0] if build.model.extra_axes else "vocab"
         self.embed = build.lookup("model.embed_tokens_per_layer", axis, math.sqrt(width), round_scale=True)
         self.projection = build.replicated("model.per_layer_model_projection")
@@ -83,7 +79,7 @@ class Gemma4Layer:
         p = f"model.layers.{index}."
         self.index = index
         self.block = gemma_block(build, index, gemma4_attention(build, index), gemma4_norm)
-        self.branch = PerLayerBranch(build, p) if per_layer_width(build.model) else None
+        self.branch = PerLayerBranch(build, p) if build.model.per_layer_width else None
         self.scalar = build.weights.take(f"{p}layer_scalar")
 
     def __call__(
@@ -102,8 +98,8 @@ class Gemma4Decoder(Decoder):
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__(build, Gemma4Layer, gemma4_norm(build, "model.norm"))
-        width, reader = per_layer_width(build.model), ConfigReader(build.model.text)
-        self.per_layer_inputs = PerLayerInputs(build, width) if width else None
+        self.per_layer_inputs = PerLayerInputs(build) if build.model.per_layer_width else None
+        reader = ConfigReader(build.model.text)
         self.placeholders: list[int] = reader.get("placeholder_token_ids", [])
         self.padding = reader.count("pad_token_id", 0, least=0)
 

@@ -83,6 +83,8 @@ class TextStream:
         self._detokenizer = detokenizer(tokenizer, skip_special_tokens, continues_text)
         self._matcher = StopMatcher(stop)
         self._given: list[str] = []
+        self.decoded_length = 0
+        """Characters that the tokens so far stand for, those held back included, half ones not."""
 
     @property
     def stopped(self) -> str | None:
@@ -98,7 +100,9 @@ class TextStream:
         """The text that is certain now that `token_id` has come: whole characters that begin no stop string."""
         if self.stopped is not None:
             return ""
-        return self._give(self._matcher.push(self._detokenizer.push(token_id)))
+        decoded = self._detokenizer.push(token_id)
+        self.decoded_length += len(decoded)
+        return self._give(self._matcher.push(decoded))
 
     def finish(self) -> str:
         """The text that was held back, the sequence being complete."""

@@ -105,9 +105,9 @@ def model_config(
     max_position: int = 2048,
     activation: str | None = None,
     scales: Scales | None = None,
-    extra_axes: tuple[tuple[str, int], ...] = (),
+    **fields: Any,
 ) -> ModelConfig:
-    """The fields every family has, with the family's defaults for what config.json leaves out."""
+    """The fields every family has, with the family's defaults for what config.json leaves out, and further `fields`."""
     reader = ConfigReader(text_config(config))
     reader.refuse("per_layer_config", {})
     return ModelConfig(
@@ -122,7 +122,7 @@ def model_config(
         layers=tuple(layers),
         text=reader.values,
         scales=scales or Scales(),
-        extra_axes=extra_axes,
+        **fields,
     )
 
 

@@ -46,14 +46,12 @@ _PLACEHOLDERS = {"image_token_id": 258880, "video_token_id": 258884, "audio_toke
 def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes; raises CheckpointError.
 
-    In `text`, hidden_size_per_layer_input is 0 for a model without per-layer embeddings, and placeholder_token_ids are
-    the ids that a multimodal model reads as padding.
+    In `text`, placeholder_token_ids are the ids that a multimodal model reads as padding.
     """
-    text = common.settings(config, _DEFAULTS)
+    text = {**common.settings(config, _DEFAULTS), "placeholder_token_ids": _placeholders(config)}
     unified = common.architecture(config) in _UNIFIED
-    text["hidden_size_per_layer_input"] = 0 if unified else text.get("hidden_size_per_layer_input", 256)
-    text["placeholder_token_ids"] = _placeholders(config)
     reader = ConfigReader(text)
+    width = 0 if unified else reader.count("hidden_size_per_layer_input", 256, least=0)
     reader.refuse("enable_moe_block", False)
     if reader.get("use_bidirectional_attention") != "vision":  # which changes nothing for text
         reader.refuse("use_bidirectional_attention")
@@ -66,7 +64,8 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
         max_position=262144 if unified else 131072,
         activation=reader.activation("hidden_activation", "gelu_pytorch_tanh"),
         scales=scales,
-        extra_axes=_per_layer_axes(reader),
+        extra_axes=_per_layer_axes(reader) if width else (),
+        per_layer_width=width,
     )
 
 
@@ -185,8 +184,6 @@ def _ropes(reader: ConfigReader) -> dict[str, Any]:
 
 def _per_layer_axes(reader: ConfigReader) -> tuple[tuple[str, int], ...]:
     """The vocabulary of per-layer embeddings as a model axis of its own, where it is not that of the tokens."""
-    if reader.count("hidden_size_per_layer_input", least=0) == 0:
-        return ()
     rows_of_tokens, vocab = reader.count("vocab_size_per_layer_input", 262144), reader.count("vocab_size")
     if rows_of_tokens < vocab:
         raise CheckpointError(
@@ -198,11 +195,10 @@ def _per_layer_axes(reader: ConfigReader) -> tuple[tuple[str, int], ...]:
 
 def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor, in the order of use."""
-    reader = ConfigReader(model.text)
-    width, bias = reader.count("hidden_size_per_layer_input", least=0), reader.flag("attention_bias", False)
+    width, bias = model.per_layer_width, ConfigReader(model.text).flag("attention_bias", False)
     yield common.embedding(model)
     if width:
-        yield from _per_layer_embedding(model, width)
+        yield from _per_layer_embedding(model)
     for i, layer in enumerate(model.layers):
         assert layer.attention is not None
         p = f"model.layers.{i}."
@@ -215,13 +211,13 @@ def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
     yield from common.head(model)
 
 
-def _per_layer_embedding(model: ModelConfig, width: int) -> Iterator[TensorSpec]:
+def _per_layer_embedding(model: ModelConfig) -> Iterator[TensorSpec]:
     """Embeddings [V, L*P] by vocabulary rows; the projection and the norm that go with them are small and copied."""
     axis, size = (*model.extra_axes, ("vocab", model.vocab_size))[0]
-    total = len(model.layers) * width
+    total = len(model.layers) * model.per_layer_width
     yield TensorSpec("model.embed_tokens_per_layer.weight", (size, total), rows(axis))
     yield TensorSpec("model.per_layer_model_projection.weight", (total, model.hidden_size))
-    yield common.norm("model.per_layer_projection_norm", width)
+    yield common.norm("model.per_layer_projection_norm", model.per_layer_width)
 
 
 def _layer(prefix: str, a: Attention, ffn: Ffn, hidden: int, bias: bool) -> Iterator[TensorSpec]:

@@ -32,8 +32,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     full = common.attention(reader, head_dim=64, default_theta=150000.0)
     count = common.num_layers(reader)
     kinds = reader.layer_types(count, _KINDS, [_KINDS[i % 2] for i in range(count)])
-    # A key that is absent means 128, null means no window.
-    window = reader.count("sliding_window", 128) if config.get("sliding_window", 128) is not None else None
+    window = common.window(ConfigReader(config), 128)
     attention = {"sliding_attention": replace(full, window=window), "full_attention": full}
     num_experts = reader.count("num_local_experts", reader.count("num_experts", 128))
     experts = common.expert_ffn(reader.count("intermediate_size"), num_experts, reader.count("num_experts_per_tok", 4))

@@ -15,8 +15,7 @@ ARCHITECTURES = ("MixtralForCausalLM",)
 def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes; raises CheckpointError."""
     reader = ConfigReader(config)
-    window = reader.count("sliding_window") if reader.get("sliding_window") is not None else None
-    attention = common.attention(reader, window=window, default_theta=1e6)
+    attention = common.attention(reader, window=common.window(reader, None), default_theta=1e6)
     num_experts = reader.count("num_local_experts", reader.count("num_experts", 8))
     experts = common.expert_ffn(reader.count("intermediate_size"), num_experts, reader.count("num_experts_per_tok", 2))
     layers = [Layer(experts, attention)] * common.num_layers(reader)

@@ -23,9 +23,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
 def windowed_layers(reader: ConfigReader, full: Attention) -> list[Layer]:
     """Full attention, but a window in `sliding_attention` layers: listed, or those from max_window_layers on."""
     count, ffn = common.num_layers(reader), Ffn(reader.count("intermediate_size"))
-    window = None
-    if reader.flag("use_sliding_window", False) and reader.get("sliding_window", 4096) is not None:
-        window = reader.count("sliding_window", 4096)
+    window = common.window(reader, 4096) if reader.flag("use_sliding_window", False) else None
     first = int(reader.number("max_window_layers", 28))
     default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
     kinds = reader.layer_types(count, ("full_attention", "sliding_attention"), default)

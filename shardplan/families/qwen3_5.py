@@ -8,25 +8,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..config import ConfigReader, DeltaNet, Ffn, Layer, ModelConfig, text_config
+from ..config import ConfigReader, DeltaNet, Ffn, Layer, ModelConfig
 from ..errors import CheckpointError
 from ..partition import TensorSpec, columns, rows, segmented
 from . import common
 
 ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 
+_DEFAULTS = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+
 
 def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes; raises CheckpointError."""
-    reader = ConfigReader(text_config(config))
+    text = common.settings(config, _DEFAULTS)
+    reader = ConfigReader(text)
     reader.refuse("attn_output_gate", unless=True)
-    attention = common.attention(reader, head_dim=256, partial_rotary_factor=0.25)
+    attention = common.attention(reader, partial_rotary_factor=0.25)
     net, ffn, count = _delta_net(reader), Ffn(reader.count("intermediate_size")), common.num_layers(reader)
     interval = reader.count("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     kinds = reader.layer_types(count, ("linear_attention", "full_attention"), default)
     layers = [Layer(ffn, attention) if k == "full_attention" else Layer(ffn, delta_net=net) for k in kinds]
-    return common.model_config(config, "qwen3_5", layers, max_position=32768)
+    return common.model_config(text, "qwen3_5", layers, max_position=32768)
 
 
 def _delta_net(reader: ConfigReader) -> DeltaNet:

@@ -18,9 +18,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that config.json describes; raises CheckpointError."""
     reader = ConfigReader(config)
     # The window, where it is used at all, is that of every layer.
-    window = reader.count("sliding_window", 4096) if reader.flag("use_sliding_window", False) else None
-    if reader.values.get("sliding_window", 4096) is None:
-        window = None
+    window = common.window(reader, 4096) if reader.flag("use_sliding_window", False) else None
     attention = common.attention(reader, window=window)
     num_experts = reader.count("num_experts", reader.count("num_local_experts", 128))
     experts = common.expert_ffn(

@@ -16,12 +16,14 @@ class TensorInfo:
 
     `origin` is the dtype that the original checkpoint has, where that is another one: a shard set holds values that
     were converted. A plan records it, so that cutting a shard set again gives the plan of the checkpoint.
+    `is_quantised` tells that fewer bits are stored than `dtype` has: the values were dequantised.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     origin: str = ""
+    is_quantised: bool = False
 
 
 class Source(Protocol):

@@ -163,7 +163,8 @@ def _weight(arch: Arch, name: str, tensor: GgufTensor, head_dim: int, metadata: 
     offset = -1.0 if arch.norms_plus_one and is_norm else 0.0
     # A norm less one is exact in f32 only.
     dtype = "F32" if offset else _PLAIN.get(tensor.type, "F32")
-    return Weight(TensorInfo(name, dtype, tensor.shape), tensor, interleaved, offset)
+    info = TensorInfo(name, dtype, tensor.shape, is_quantised=tensor.type not in _PLAIN)
+    return Weight(info, tensor, interleaved, offset)
 
 
 def _check_type(tensor: GgufTensor, metadata: Metadata) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,7 +223,7 @@ def _fetch_header(snapshot: Snapshot, name: str, file: HubFile) -> dict[str, Hea
     with hub_errors(snapshot.repo, snapshot.revision):
         try:
             parsed = HfApi().parse_safetensors_file_metadata(snapshot.repo, name, revision=snapshot.folder.name)
-        except (SafetensorsParsingError, AttributeError, RecursionError, TypeError, ValueError) as error:
+        except (SafetensorsParsingError, AttributeError, RecursionError, TypeError, ValueError, struct.error) as error:
             raise CheckpointError(f"{where}: not a safetensors file: {error}", _DAMAGED) from None
     values: dict[str, Any] = {
         tensor: {"dtype": info.dtype, "shape": info.shape, "data_offsets": info.data_offsets}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mgtp.runtime.layers.delta_rule import CHUNK, delta_chunks, delta_step
 
 
@@ -25,12 +26,12 @@ def by_steps(q, k, v, g, beta, state):
     outputs = []
     state = state.unsqueeze(0)
     for i in range(q.shape[1]):
-        out, state = delta_step(*(x[:, i].unsqueeze(0) for x in (q, k, v, g, beta)), state)
+        out, state = delta_step(*[x[:, i].unsqueeze(0) for x in (q, k, v, g, beta)], state=state)
         outputs.append(out[0])
     return torch.stack(outputs, dim=1), state[0]
 
 
-@pytest.mark.parametrize("tokens", (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5))
+@pytest.mark.parametrize("tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 def test_chunks_equal_steps(tokens):
     arguments = inputs(tokens)
     for ours, expected in zip(delta_chunks(*arguments), by_steps(*arguments), strict=True):
@@ -41,7 +42,9 @@ def test_chunks_equal_steps(tokens):
 def test_a_step_follows_the_formula():
     """S = exp(g) S; S = S + k (x) beta (v - k^T S); output q^T S, written out for one head."""
     q, k, v, g, beta, state = inputs(1, heads=1, dk=2, dv=2)
-    (out,), (new,) = delta_step(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), g.T, beta.T, state.unsqueeze(0))
+    (out,), (new,) = delta_step(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), g.T, beta.T, state.unsqueeze(0)
+    )
     decayed = g[0, 0].exp() * state[0]
     expected = decayed + torch.outer(k[0, 0], beta[0, 0] * (v[0, 0] - k[0, 0] @ decayed))
     torch.testing.assert_close(new[0], expected)
@@ -62,7 +65,7 @@ def test_pieces_equal_the_whole():
     whole, last = delta_chunks(q, k, v, g, beta, state)
     outputs = []
     for a, b in ((0, 1), (1, 70), (70, 71), (71, 150)):
-        out, state = delta_chunks(*(x[:, a:b] for x in (q, k, v, g, beta)), state)
+        out, state = delta_chunks(*[x[:, a:b] for x in (q, k, v, g, beta)], state=state)
         outputs.append(out)
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=0, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-12)

@@ -37,7 +37,7 @@ RECIPES = (
     "granite",
     "glm4",
 )
-SIZES = {name: (1, 2, 3, 4) for name in RECIPES} | {name: (1, 2, 3, 4, 6) for name in ("gemma4_keqv", "phi3")}
+SIZES = dict.fromkeys(RECIPES, (1, 2, 3, 4)) | dict.fromkeys(("gemma4_keqv", "phi3"), (1, 2, 3, 4, 6))
 
 PROMPT = recipe_prompt(26, vocab=97)  # more than a window, less than Phi-3's original length
 FIRST = 19  # tokens that go into the cache at once
@@ -67,7 +67,7 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, NEW)
 
 
-@pytest.mark.parametrize("tp_size", (1, 3, 4))
+@pytest.mark.parametrize("tp_size", [1, 3, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_in_float64(name, tp_size, recipe_checkpoint):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""
@@ -90,7 +90,7 @@ def test_bfloat16_errs_no_more_than_the_reference(name, recipe_checkpoint):
         assert error <= 2 * own_error, f"tp {tp_size}: {error:.3g}, the reference {own_error:.3g}"
 
 
-@pytest.mark.parametrize("name", ("gemma3", "gemma4_e", "gemma4_keqv", "hunyuan", "phi3"))
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_e", "gemma4_keqv", "hunyuan", "phi3"])
 def test_mixed_requests_equal_single_ones(name, world, recipe_checkpoint, sharded):
     """Requests of all lengths together, prompts in pieces, blocks freed behind windows: tokens stay the same."""
     from mgtp.runtime.sampling_params import SamplingParams
@@ -133,7 +133,7 @@ def test_other_shapes(label, variant_checkpoint):
         assert_close(ranks.cached(PROMPT, FIRST), cached, 1e-4, f"tp {tp_size}, cached")
 
 
-@pytest.mark.parametrize("name", ("gemma4_vl", "gemma3_vl"))
+@pytest.mark.parametrize("name", ["gemma4_vl", "gemma3_vl"])
 def test_placeholder_ids_in_a_prompt(name, recipe_checkpoint):
     """The reference reads the ids of images, videos and sound as padding (Gemma 4), or as they are (Gemma 3)."""
     folder, prompt = recipe_checkpoint(name), [20, 5, 30, 6, 7, 5, 40, 50]

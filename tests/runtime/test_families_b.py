@@ -7,16 +7,16 @@ routing that differs between ranks, biases counted once a rank, sinks and window
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
 from mgtp.runtime.capacity import states_bytes
 from mgtp.runtime.messages import Request, Stop
 from mgtp.runtime.sampling_params import SamplingParams
-
 from tests.random_shapes import CONFIGS, build_random, largest_tp_size
 from tests.rank_jobs import cached_logits, chunked_logits, full_logits, greedy, load_worker
 from tests.reference import (
@@ -35,7 +35,7 @@ PROMPT = recipe_prompt(30)
 FIRST = 11  # tokens that go into the cache at once
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(folder: str, dtype: str = "float32") -> tuple[torch.Tensor, torch.Tensor, float]:
     """The reference's logits of PROMPT, in one pass and with its cache, and how far these two are apart."""
     model = load_reference(folder, dtype)
@@ -43,7 +43,7 @@ def expected(folder: str, dtype: str = "float32") -> tuple[torch.Tensor, torch.T
     return full, cached, max_difference(full[FIRST - 1 :], cached)
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4, 6))
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, sharded):
     folder = recipe_checkpoint(name)
@@ -59,7 +59,7 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, 24)
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_in_float64(name, tp_size, world, recipe_checkpoint, sharded):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""
@@ -71,8 +71,8 @@ def test_logits_in_float64(name, tp_size, world, recipe_checkpoint, sharded):
     assert_close(world.run(tp_size, cached_logits, shard_set, PROMPT, FIRST)[0], cached, limit, "cached")
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 4))
-@pytest.mark.parametrize("name", ("qwen3_5", "olmo2", "olmo3"))
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["qwen3_5", "olmo2", "olmo3"])
 def test_bfloat16_is_as_exact_as_the_reference(name, tp_size, world, recipe_checkpoint, sharded):
     """Mixtures of experts are left out: a rounded score may choose another expert, in the reference as here."""
     exact = expected(str(recipe_checkpoint(name)))[0]
@@ -84,7 +84,7 @@ def test_bfloat16_is_as_exact_as_the_reference(name, tp_size, world, recipe_chec
     assert error.max() <= 2 * allowed.max()
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 4))
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_mixed_requests_equal_single_ones(name, tp_size, world, recipe_checkpoint, sharded):
     """Requests of all lengths together, prefilled in chunks, more than there are slots, with and without preemption."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.layers.activation import ClampedSwiGLU, GatedActivation
 from mgtp.runtime.layers.moe import Experts, MixtureOfExperts, Router, softmax_then_top_k, top_k_then_softmax
@@ -36,7 +37,7 @@ def test_clamped_swiglu_pairs_neighbours():
     torch.testing.assert_close(got[0], (up + 1) * gate * torch.sigmoid(1.702 * gate))
 
 
-@pytest.mark.parametrize("tokens", (1, TOKENS))
+@pytest.mark.parametrize("tokens", [1, TOKENS])
 def test_the_weighted_sum_of_the_chosen_experts(tokens, generator):
     gate_up = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=generator)
     gate_up_bias, bias = torch.randn(EXPERTS, 2 * WIDTH, generator=generator), torch.randn(EXPERTS, HIDDEN)

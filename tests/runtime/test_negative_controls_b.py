@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import mgtp.shardplan.families.gpt_oss as gpt_oss
-import mgtp.shardplan.families.qwen3_5 as qwen3_5
 import pytest
 import torch
+
+import mgtp.shardplan.families.gpt_oss as gpt_oss
+import mgtp.shardplan.families.qwen3_5 as qwen3_5
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.layers.builder import LayerBuilder
 from mgtp.runtime.layers.delta_net import GatedDeltaNet
@@ -17,7 +18,6 @@ from mgtp.runtime.layers.moe import MixtureOfExperts, Router
 from mgtp.runtime.layers.norm import FullWidthNorm
 from mgtp.runtime.state_cache import StateCache
 from mgtp.shardplan.partition import Cut, Segment, TensorSpec, rows, segmented
-
 from tests.reference import load_reference, max_difference, recipe_prompt, reference_logits
 from tests.thread_ranks import ThreadRanks
 

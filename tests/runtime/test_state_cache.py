@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from mgtp.runtime.capacity import CacheDemand, longest_context, plan_blocks, states_bytes
 from mgtp.runtime.state_cache import StateCache
 from mgtp.shardplan.errors import DeviceError
 from mgtp.shardplan.families import parse_config
 from mgtp.shardplan.partition import model_axes
 from mgtp.shardplan.recurrent_state import state_bytes
-
 from tests.reference import max_difference, recipe_prompt
 from tests.thread_ranks import ThreadRanks
 
@@ -34,12 +34,12 @@ CONFIG = {
 DEMAND = CacheDemand(max_num_seqs=5, max_model_len=256, max_batch_tokens=64, block_size=16)
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 4))
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_what_is_counted_is_what_is_held(tp_size):
     model = parse_config(CONFIG)
     axes = model_axes(model, [1] * tp_size)
     for rank in range(tp_size):
-        cache = StateCache(model, axes, rank, DEMAND.max_num_seqs, torch.bfloat16, torch.device("cpu"))
+        cache = StateCache(model, axes, rank, DEMAND.max_num_seqs + 1, torch.bfloat16, torch.device("cpu"))
         held = sum(t.nbytes for i in (0, 1, 2) for t in cache.layer(i))
         assert held == states_bytes(model, axes, rank, DEMAND.max_num_seqs, itemsize=2)
 
@@ -63,7 +63,7 @@ def test_states_are_taken_from_the_budget_of_the_cache():
 
 def test_only_the_slots_that_begin_are_cleared():
     model = parse_config(CONFIG)
-    cache = StateCache(model, model_axes(model, [1]), 0, 3, torch.float32, torch.device("cpu"))
+    cache = StateCache(model, model_axes(model, [1]), 0, 4, torch.float32, torch.device("cpu"))
     for tensor in cache.layer(2):
         tensor.fill_(1)
     cache.clear([0, 2])

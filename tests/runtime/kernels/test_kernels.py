@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import references
 import torch
+
+from tests.runtime.kernels import references
 
 DTYPES = {"float32": (torch.float32, 2e-5), "bfloat16": (torch.bfloat16, 2e-2)}
 TYPES = pytest.mark.parametrize("kind", DTYPES)

@@ -1,0 +1,94 @@
+"""A group of ranks as an event loop sees it: the same words and first causes as `RankGroup.receive`, without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq.asyncio
+
+from ...shardplan.errors import RankError
+from ...shardplan.shard_set import ShardSet
+from ..messages import Failed, FrontMessage, RankMessage
+from .group import FIRST_CAUSE_SECONDS, POLL_MS, RankGroup
+from .start import LaunchOptions, StartedGroup, StartUp, spawn_ranks
+
+
+class AsyncRanks:
+    """Sends to the leader and receives from every rank. `failing` is set as soon as a failure has been noticed."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.failing = False
+        self._events = zmq.asyncio.Socket.from_socket(group.events)
+        self._next: asyncio.Future[bytes] | None = None
+
+    def send(self, message: FrontMessage) -> None:
+        """Send a message to the leader."""
+        self.group.send(message)
+
+    async def receive(self, timeout: float | None = None) -> RankMessage | None:
+        """The next message from any rank, or None after `timeout` seconds. Raises RankError when a rank has failed."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
+        while True:
+            message = await self._poll()
+            if isinstance(message, Failed):
+                raise await self._error([message])
+            if message is not None:
+                return message
+            if self._has_exited():
+                raise await self._error([])
+            if deadline is not None and loop.time() >= deadline:
+                return None
+
+    async def _poll(self) -> RankMessage | None:
+        """The next message, None when there is none for a moment; one that comes later is not lost."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._events.recv())
+        await asyncio.wait((self._next,), timeout=POLL_MS / 1000)
+        if not self._next.done():
+            return None
+        content, self._next = self._next.result(), None
+        return self.group.decode(content)
+
+    def _has_exited(self) -> bool:
+        try:
+            return self.group.has_exited()
+        except RankError:
+            self.failing = True
+            raise
+
+    async def _error(self, failures: list[Failed]) -> RankError:
+        """The first cause, once every rank has had the time to say its own."""
+        self.failing = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FIRST_CAUSE_SECONDS
+        while loop.time() < deadline:
+            message = await self._poll()
+            if isinstance(message, Failed):
+                failures.append(message)
+        return self.group.blame(failures)
+
+    def close(self) -> None:
+        """Stop receiving; the group stays as it is."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+
+async def start_ranks(
+    shard_set: ShardSet, options: LaunchOptions, on_stage: Callable[[int, str], None] | None = None
+) -> tuple[StartedGroup, AsyncRanks]:
+    """`start.start_ranks` on an event loop. It runs in the main thread, with which the ranks end."""
+    group = spawn_ranks(shard_set, options)
+    ranks = AsyncRanks(group)
+    start = StartUp(group, options.start_timeout, on_stage)
+    try:
+        while not start.done:
+            start.note(await ranks.receive(start.seconds_left))
+    except BaseException:
+        ranks.close()
+        group.stop()
+        raise
+    return start.result(), ranks

@@ -1,0 +1,156 @@
+"""Shard sets that commands make by themselves when they are given a checkpoint: made once, found again.
+
+The cache folder is MGTP_CACHE, else $XDG_CACHE_HOME/mgtp, else ~/.cache/mgtp. An entry is a folder `<name>` with the shard
+set, beside a file `<name>.json` that says where it came from and when it was last used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CheckpointError, MgtpError
+from .output_folder import FolderBusy, locked
+from .plan import FORMAT_VERSION, ShardPlan
+from .planner import make_plan
+from .shard_set import ShardSet
+from .sources.base import Source
+from .writer import write_shards
+
+LOCK_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cached shard set. `used` is seconds since the epoch; `tp_size` and `dtype` are absent when it is unfinished."""
+
+    path: Path
+    source: str
+    used: float
+    bytes: int
+    tp_size: int | None
+    dtype: str | None
+
+
+def cache_folder() -> Path:
+    """Where cached shard sets live."""
+    given = os.environ.get("MGTP_CACHE")
+    if given:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mgtp"
+
+
+def cached_set(
+    source: Source,
+    tp_size: int,
+    dtype: str = "auto",
+    *,
+    on_write: Callable[[Path, ShardPlan], None] = lambda path, plan: None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ShardSet:
+    """The shard set of `source` for `tp_size` ranks: found, or written now (`on_write` is told before).
+
+    Two runs that want the same set do not write it twice: the later one waits. Raises what planning and writing raise.
+    """
+    plan = make_plan(source, tp_size, dtype)
+    path = cache_folder() / _entry_name(source, plan)
+    while True:
+        if (path / "plan.json").exists():
+            try:
+                shard_set = ShardSet.open(path, tp_size=tp_size)
+            except CheckpointError as error:
+                raise CheckpointError(f"cached {error.message}", f"remove it: rm -r {path}") from None
+            _note_use(path, source.label)
+            return shard_set
+        path.parent.mkdir(parents=True, exist_ok=True)
+        on_write(path, plan)
+        _note_use(path, source.label)
+        try:
+            write_shards(source, plan, path, progress=progress)
+        except FolderBusy:
+            time.sleep(LOCK_POLL_SECONDS)
+
+
+def entries() -> list[Entry]:
+    """All cached shard sets, the longest unused first."""
+    folder = cache_folder()
+    if not folder.is_dir():
+        return []
+    return sorted((_entry(p) for p in folder.iterdir() if p.is_dir()), key=lambda entry: entry.used)
+
+
+def prune(*, max_bytes: int | None = None, unused_seconds: float | None = None) -> list[Entry]:
+    """Remove sets unused for longer than `unused_seconds`, then the longest unused until `max_bytes` are left.
+
+    Sets that are being written are left alone. Returns what was removed.
+    """
+    kept, removed = entries(), []
+    left = sum(entry.bytes for entry in kept)
+    for entry in kept:
+        too_old = unused_seconds is not None and time.time() - entry.used > unused_seconds
+        too_much = max_bytes is not None and left > max_bytes
+        if (too_old or too_much) and not _is_locked(entry.path):
+            _remove(entry)
+            removed.append(entry)
+            left -= entry.bytes
+    return removed
+
+
+def _entry_name(source: Source, plan: ShardPlan) -> str:
+    """`<model>-tp<N>-<dtype>-<key>`: the key is of the content where it is known, else of the files' identity."""
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source.label).name or "model")[:60]
+    text = json.dumps(
+        [source.fingerprint or source.identity(), plan.shares, plan.dtype, plan.tool.version, FORMAT_VERSION]
+    )
+    return f"{label}-tp{plan.tp_size}-{plan.dtype}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _note_use(path: Path, label: str) -> None:
+    """Remember source and time of use; a read-only cache is fine."""
+    try:
+        path.with_name(path.name + ".json").write_text(json.dumps({"source": label, "used": time.time()}))
+    except OSError:
+        pass
+
+
+def _entry(path: Path) -> Entry:
+    try:
+        note = json.loads(path.with_name(path.name + ".json").read_text())
+        source, used = str(note["source"]), float(note["used"])
+    except (OSError, ValueError, KeyError, TypeError):
+        source, used = "?", path.stat().st_mtime
+    size = sum(f.stat().st_size for f in path.iterdir() if f.is_file())
+    try:
+        plan = ShardSet.open(path).plan
+    except MgtpError:
+        return Entry(path, source, used, size, None, None)
+    return Entry(path, source, used, size, plan.tp_size, plan.dtype)
+
+
+def _remove(entry: Entry) -> None:
+    """plan.json goes first: what is left of an interrupted removal is no shard set."""
+    try:
+        (entry.path / "plan.json").unlink(missing_ok=True)
+        shutil.rmtree(entry.path)
+        entry.path.with_name(entry.path.name + ".json").unlink(missing_ok=True)
+    except OSError as error:
+        raise MgtpError(f"{entry.path}: {error.strerror}", "check the permissions of the cache") from None
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether another process writes this set at the moment."""
+    if not path.is_dir():
+        return False
+    try:
+        with locked(path):
+            return False
+    except FolderBusy:
+        return True

@@ -1,0 +1,110 @@
+"""Commands that are given a checkpoint shard it once into the cache, and find it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+from mgtp.cli.app import main
+from mgtp.shardplan import cache
+from mgtp.shardplan.errors import UsageError
+from mgtp.shardplan.sources import open_source
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MGTP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def writes(source, tp_size=2, dtype="auto"):
+    """The cached set's folder, and whether it had to be written."""
+    written = []
+    shard_set = cache.cached_set(source, tp_size, dtype, on_write=lambda path, plan: written.append(path))
+    return shard_set.path, bool(written)
+
+
+def test_a_checkpoint_is_sharded_once_a_tp_size_and_dtype(folder, tiny_checkpoint):
+    source = open_source(str(tiny_checkpoint("base")))
+    first, new = writes(source)
+    assert new and first.parent == folder
+    assert writes(source) == (first, False)
+    for other in (writes(source, tp_size=3), writes(source, dtype="bfloat16")):
+        assert other[1] and other[0] != first
+    assert len(cache.entries()) == 3
+
+
+def test_changed_weights_are_another_set_though_header_and_size_are_equal(folder, tiny_checkpoint, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("base"), model)
+    first, _ = writes(open_source(str(model)))
+    file = model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    second, new = writes(open_source(str(model)))
+    assert new and second != first
+
+
+def test_an_interrupted_set_is_finished(folder, tiny_checkpoint):
+    source = open_source(str(tiny_checkpoint("base")))
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        cache.cached_set(source, 2, progress=interrupt)
+    (entry,) = cache.entries()
+    assert entry.tp_size is None
+    path, new = writes(source)
+    assert new and path == entry.path
+
+
+def test_damage_in_the_cache_is_named_with_the_way_out(folder, tiny_checkpoint):
+    source = open_source(str(tiny_checkpoint("base")))
+    path, _ = writes(source)
+    os.truncate(path / "rank-1-of-2.safetensors", 100)
+    with pytest.raises(Exception, match="cached .*rank-1-of-2") as error:
+        writes(source)
+    assert f"rm -r {path}" in error.value.hint
+
+
+def test_list_and_prune(folder, tiny_checkpoint, capsys):
+    for name in ("base", "tied"):
+        writes(open_source(str(tiny_checkpoint(name))))
+    assert main(["cache", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [s["tp_size"] for s in listed["sets"]] == [2, 2]
+    assert listed["total_bytes"] == sum(s["bytes"] for s in listed["sets"])
+    older, newer = listed["sets"]
+    assert main(["cache", "prune", "--max-size", str(newer["bytes"]), "--json"]) == 0
+    pruned = json.loads(capsys.readouterr().out)
+    assert [s["path"] for s in pruned["removed"]] == [older["path"]]
+    assert main(["cache", "prune", "--older-than", "1"]) == 0
+    assert len(cache.entries()) == 1
+    assert main(["cache", "prune", "--all"]) == 0
+    assert not cache.entries()
+    assert not list(folder.iterdir())
+
+
+def test_a_set_that_is_being_written_is_not_pruned(folder, tiny_checkpoint):
+    from mgtp.shardplan.output_folder import locked
+
+    path, _ = writes(open_source(str(tiny_checkpoint("base"))))
+    with locked(path):
+        assert not cache.prune(max_bytes=0)
+    assert [e.path for e in cache.prune(max_bytes=0)] == [path]
+
+
+def test_a_checkpoint_needs_a_tp_size(folder, tiny_checkpoint):
+    from mgtp.cli.launching import open_set
+
+    with pytest.raises(UsageError, match="is a checkpoint"):
+        open_set(str(tiny_checkpoint("base")), None)
+    assert open_set(str(tiny_checkpoint("base")), 2).plan.tp_size == 2

@@ -1,0 +1,101 @@
+"""Every damaged tensor is found and named, and a set is compared with its checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from mgtp.shardplan.planner import make_plan
+from mgtp.shardplan.shard_set import ShardSet
+from mgtp.shardplan.sources import open_source
+from mgtp.shardplan.verify import verify_against, verify_set
+from mgtp.shardplan.writer import write_shards
+from tests.shardplan.memory_source import MemorySource, llama_source
+from tests.tiny import write_llama
+
+
+def shard(out: Path, source: MemorySource, tp_size: int = 3, dtype: str = "auto") -> ShardSet:
+    write_shards(source, make_plan(source, tp_size, dtype), out)
+    return ShardSet.open(out)
+
+
+def test_sound_set_has_no_faults(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    shard_set = shard(tmp_path / "out", llama_source())
+    assert verify_set(shard_set, lambda done, total: seen.append((done, total))) == []
+    size = sum(rank.bytes - rank.data_offset for rank in shard_set.plan.ranks)
+    assert seen[-1] == (size, size)
+
+
+def test_every_flip_is_found_and_named(tmp_path: Path) -> None:
+    """One bit anywhere behind the header, padding included."""
+    shard_set = shard(tmp_path / "out", llama_source(num_hidden_layers=1, hidden_size=30))
+    choose = random.Random(5)
+    for _ in range(60):
+        rank = choose.choice(shard_set.plan.ranks)
+        tensor = choose.choice(rank.tensors)
+        path = shard_set.path / rank.file
+        original = path.read_bytes()
+        changed = bytearray(original)
+        changed[rank.data_offset + tensor.offset + choose.randrange(tensor.bytes)] ^= 1 << choose.randrange(8)
+        path.write_bytes(changed)
+        faults = verify_set(shard_set, threads=choose.choice((1, 4)))
+        assert [(f.file, f.tensor) for f in faults] == [(rank.file, tensor.name)]
+        path.write_bytes(original)
+
+
+def test_file_cut_after_opening(tmp_path: Path) -> None:
+    shard_set = shard(tmp_path / "out", llama_source())
+    path = shard_set.rank_path(1)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert [(f.file, f.reason) for f in verify_set(shard_set)] == [(path.name, "the file ends before")]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("tp_size", [1, 3, 8])
+def test_equals_its_checkpoint(tmp_path: Path, dtype: str, tp_size: int) -> None:
+    source = llama_source(vocab_size=331, attention_bias=True)
+    assert verify_against(shard(tmp_path / "out", source, tp_size, dtype), source) == []
+
+
+def test_equals_itself_cut_otherwise(tmp_path: Path) -> None:
+    source = llama_source("bfloat16")
+    shard_set = shard(tmp_path / "a", source, 2)
+    shard(tmp_path / "b", source, 5)
+    assert verify_against(shard_set, open_source(str(tmp_path / "b"))) == []
+
+
+def test_one_other_value_is_found(tmp_path: Path) -> None:
+    """In every rank that has it, and nowhere else; a difference that the conversion rounds away is none."""
+    source = llama_source()
+    shard_set, half = shard(tmp_path / "a", source, 4), shard(tmp_path / "b", source, 4, "bfloat16")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    source.arrays[name][0, 0] *= 1.0001  # type: ignore[index]
+    faults = verify_against(shard_set, source)
+    assert [(f.file, f.tensor) for f in faults] == [("rank-0-of-4.safetensors", name)]
+    assert verify_against(half, source) == []
+    source.arrays["model.norm.weight"][1] += 1  # type: ignore[index]
+    assert len(verify_against(shard_set, source)) == 1 + 4
+
+
+def test_other_models_are_told_apart(tmp_path: Path) -> None:
+    shard_set = shard(tmp_path / "a", llama_source())
+    wider = verify_against(shard_set, llama_source(intermediate_size=160))
+    assert "the checkpoint's has shape" in " ".join(f.reason for f in wider)
+    assert any(f.file == "config.json" for f in wider)
+    tied = verify_against(shard_set, llama_source(tie_word_embeddings=True))
+    assert any(f.tensor == "lm_head.weight" and "no such tensor" in f.reason for f in tied)
+    untied = verify_against(shard(tmp_path / "b", llama_source(tie_word_embeddings=True)), llama_source())
+    assert any(f.tensor == "lm_head.weight" and "is missing" in f.reason for f in untied)
+
+
+def test_small_files_are_compared(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    source = open_source(str(model))
+    write_shards(source, make_plan(source, 2), tmp_path / "out")
+    shard_set = ShardSet.open(tmp_path / "out")
+    (model / "generation_config.json").write_text('{"eos_token_id": 3}')
+    faults = verify_against(shard_set, open_source(str(model)))
+    assert [(f.file, f.tensor) for f in faults] == [("generation_config.json", "")]
