@@ -31,7 +31,7 @@ def test_sound_set_has_no_faults(tmp_path: Path) -> None:
 
 def test_every_flip_is_found_and_named(tmp_path: Path) -> None:
     """One bit anywhere behind the header, padding included."""
-    shard_set = shard(tmp_path / "out", llama_source(num_hidden_layers=1, hidden_size=30))
+    shard_set = shard(tmp_path / "out", llama_source(num_hidden_layers=1, hidden_size=30, head_dim=4))
     choose = random.Random(5)
     for _ in range(60):
         rank = choose.choice(shard_set.plan.ranks)

@@ -1,0 +1,268 @@
+"""Does it fit: numbers that can be worked out by hand, and agreement with what the runtime does with its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgtp.runtime.cache_layout import block_bytes, cache_groups
+from mgtp.runtime.capacity import CacheDemand, longest_context
+from mgtp.shardplan import fit as fit_module
+from mgtp.shardplan.config import DeltaNet, ModelConfig
+from mgtp.shardplan.errors import DeviceError, UsageError
+from mgtp.shardplan.families import parse_config
+from mgtp.shardplan.fit import (
+    BLOCK_TOKENS,
+    CACHE_FRACTION,
+    COLLECTIVE_BYTES,
+    CONTEXT_BYTES,
+    STEP_TOKENS,
+    cache_needs,
+    even_tp_sizes,
+    fit,
+    max_tp_size,
+    propose_shares,
+    rank_weights,
+    smallest_tp_size,
+)
+from mgtp.shardplan.partition import model_axes
+from mgtp.shardplan.plan_report import check_fits, report_fit, report_plan
+from mgtp.shardplan.planner import make_plan
+from tests.shardplan.memory_source import llama_source
+from tests.tiny import llama_config
+
+GIB = 1 << 30
+
+
+def llama_8b(**changes: Any) -> ModelConfig:
+    """Llama 3.1 8B: 32 layers, 8 kv heads of 128, in bfloat16 128 KiB of keys and values a token."""
+    return parse_config(
+        llama_config(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=131072,
+            **changes,
+        )
+    )
+
+
+def needs(model: ModelConfig, tp_size: int = 1, rank: int = 0, itemsize: int = 2) -> fit_module.CacheNeeds:
+    return cache_needs(model, model_axes(model, [1] * tp_size), rank, itemsize)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tp_size", "kib"), [(1, 128), (2, 64), (8, 16), (16, 16), (32, 16)])
+def test_bytes_per_token(tp_size: int, kib: int) -> None:
+    """From 8 ranks on every rank has one kv head: copied heads take memory on each rank."""
+    assert needs(llama_8b(), tp_size).bytes_per_token == kib * 1024
+
+
+def test_kv_heads_are_not_always_equal() -> None:
+    model = llama_8b()
+    assert [needs(model, 3, r).bytes_per_token >> 10 for r in range(3)] == [48, 32, 48]
+
+
+def test_windows_are_bounded() -> None:
+    """16 of 32 layers see 4096 keys: 64 KiB a token without end, and at most window + step + block tokens of the rest."""
+    full = llama_8b()
+    assert full.layers[0].attention is not None
+    windowed = replace(full.layers[0], attention=replace(full.layers[0].attention, window=4096))
+    model = replace(full, layers=(full.layers[0], windowed) * 16)
+    cache = needs(model)
+    assert cache.bytes_per_token == 64 << 10
+    assert cache.window_bytes == (4096 + STEP_TOKENS + BLOCK_TOKENS) * (64 << 10)
+    assert cache.total(1, 1000) - cache.total(0, 1000) == 1008 * (128 << 10)
+
+
+def test_layers_that_share_a_cache_have_none() -> None:
+    full = llama_8b()
+    assert full.layers[0].attention is not None
+    sharing = replace(full.layers[0], attention=replace(full.layers[0].attention, kv_source=0))
+    assert needs(replace(full, layers=(full.layers[0],) * 8 + (sharing,) * 24)).bytes_per_token == 32 << 10
+
+
+def test_delta_net_state_is_fixed() -> None:
+    """Per sequence and layer: 4 value heads of 8 x 16 in float32, and 3 inputs of 2*2*8 + 4*16 channels in bfloat16."""
+    full = llama_8b()
+    net = replace(full.layers[0], attention=None, delta_net=DeltaNet(2, 4, 8, 16, 4))
+    cache = needs(replace(full, layers=(full.layers[0], net)))
+    assert cache.state == 4 * 8 * 16 * 4 + 3 * (2 * 2 * 8 + 4 * 16) * 2
+    assert cache.total(3, 16) == (3 + 1) * 16 * (4 << 10) + (3 + 1) * cache.state
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    window=st.one_of(st.none(), st.integers(1, 5000)),
+    budget=st.integers(0, 1 << 36),
+    tp_size=st.sampled_from([1, 2, 3, 8, 16]),
+    itemsize=st.sampled_from([2, 4]),
+)
+def test_agrees_with_the_runtime(window: int | None, budget: int, tp_size: int, itemsize: int) -> None:
+    """The same blocks and the same longest context as the ranks will choose, for one sequence."""
+    full = llama_8b()
+    assert full.layers[0].attention is not None
+    windowed = replace(full.layers[0], attention=replace(full.layers[0].attention, window=window))
+    model = replace(full, layers=(*full.layers[:3], windowed))
+    axes = model_axes(model, [1] * tp_size)
+    cache = cache_needs(model, axes, tp_size - 1, itemsize)
+    blocks = [block_bytes(model, axes, tp_size - 1, g, BLOCK_TOKENS, itemsize) for g in cache_groups(model)]
+    assert sorted(size for _, size in cache.groups) == sorted(blocks)
+    demand = CacheDemand(1, model.max_position, STEP_TOKENS, BLOCK_TOKENS)
+    expected = longest_context(model, axes, tp_size - 1, demand, budget, itemsize)
+    assert cache.longest(budget, model.max_position) == expected
+
+
+def test_constants_are_the_runtime_s() -> None:
+    from mgtp.runtime.options import RankOptions
+    from mgtp.runtime.rank_worker import CUDA_MEMORY_FRACTION
+
+    options = RankOptions("", 1, "cpu", [])
+    assert (options.block_size, options.max_batch_tokens, options.max_num_seqs) == (16, 2048, 16)
+    assert (BLOCK_TOKENS, STEP_TOKENS, fit_module.NUM_SEQUENCES) == (16, 2048, 16)
+    assert CACHE_FRACTION == CUDA_MEMORY_FRACTION
+
+
+@given(st.integers(0, 1 << 40), st.integers(1, 200_000))
+def test_counts_are_the_largest_that_fit(budget: int, length: int) -> None:
+    cache = needs(llama_8b(), 2)
+    count = cache.sequences(budget, length)
+    assert count == 0 or cache.total(count, length) <= budget
+    assert cache.total(count + 1, length) > budget
+    longest = cache.longest(budget, 131072)
+    assert longest == 0 or cache.total(1, longest) <= budget
+    assert longest == 131072 or cache.total(1, longest + BLOCK_TOKENS) > budget
+
+
+# --- the whole device -------------------------------------------------------------------------------------------------
+
+
+def fit_8b(device: int, tp_size: int = 1, length: int | None = None) -> fit_module.Fit:
+    model = llama_8b()
+    axes = model_axes(model, [1] * tp_size)
+    return fit(model, axes, rank_weights(model, axes, tp_size, 2), 2, [device] * tp_size, length)
+
+
+def test_weights_from_the_model_alone() -> None:
+    """8,030,261,248 parameters; the norms are on both ranks."""
+    model = llama_8b()
+    assert rank_weights(model, model_axes(model, [1]), 1, 2) == [2 * 8_030_261_248]
+    norms = 65 * 4096
+    assert sum(rank_weights(model, model_axes(model, [1, 1]), 2, 2)) == 2 * (8_030_261_248 + norms)
+
+
+def test_8b_on_24_gib() -> None:
+    found = fit_8b(24 * GIB).ranks[0]
+    free = 24 * GIB - CONTEXT_BYTES - 2 * 8_030_261_248
+    assert found.cache_budget == int(free * CACHE_FRACTION)
+    assert found.longest_context == (found.cache_budget // (16 * (128 << 10)) - 1) * 16
+
+
+def test_too_small() -> None:
+    assert not fit_8b(16 * GIB).fits
+    assert fit_8b(16 * GIB, 2).fits
+    assert not fit_8b(24 * GIB, 1, length=131072).fits
+    assert fit_8b(24 * GIB, 2, length=131072).fits
+
+
+def test_collectives_count_from_two_ranks_on() -> None:
+    assert fit_8b(24 * GIB).ranks[0].context_bytes + COLLECTIVE_BYTES == fit_8b(24 * GIB, 2).ranks[0].context_bytes
+
+
+def test_smallest_tp_size() -> None:
+    model = llama_8b()
+    assert smallest_tp_size(model, 2, 24 * GIB) == 1
+    assert smallest_tp_size(model, 2, 16 * GIB) == 2
+    assert smallest_tp_size(model, 2, 24 * GIB, 131072) == 2
+    assert smallest_tp_size(model, 2, 1 * GIB) is None
+    n = smallest_tp_size(model, 4, 10 * GIB)
+    assert n is not None and fit_like(model, n, 10 * GIB) and not fit_like(model, n - 1, 10 * GIB)
+
+
+def fit_like(model: ModelConfig, n: int, device: int) -> bool:
+    axes = model_axes(model, [1] * n)
+    return fit(model, axes, rank_weights(model, axes, n, 4), 4, [device] * n).fits
+
+
+# --- even sizes and shares --------------------------------------------------------------------------------------------
+
+
+def test_even_sizes() -> None:
+    assert even_tp_sizes(llama_8b()) == [1, 2, 4, 8, 16, 32]
+    smollm = parse_config(
+        llama_config(num_attention_heads=9, num_key_value_heads=3, hidden_size=576, intermediate_size=1536, vocab_size=49152)
+    )
+    assert even_tp_sizes(smollm) == [1, 3]
+    assert max_tp_size(smollm) == 9
+
+
+@pytest.mark.parametrize(
+    ("gib", "shares"),
+    [((24, 12, 12), [2, 1, 1]), ((80, 80), [1, 1]), ((24, 24, 12), [2, 2, 1]), ((80, 40, 24), None), ((24, 1), None)],
+)
+def test_proposed_shares(gib: tuple[int, ...], shares: list[int] | None) -> None:
+    """Within 8 % of what is left after the fixed costs, in the smallest numbers."""
+    fixed = GIB
+    found = propose_shares([g * GIB for g in gib], fixed)
+    assert shares is None or found == shares
+    if min(gib) > 1:
+        left = [g * GIB - fixed for g in gib]
+        ratios = [share / size for share, size in zip(found, left, strict=True)]
+        assert max(ratios) / min(ratios) < 1.18
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_report_of_a_plan() -> None:
+    source = llama_source("bfloat16", num_attention_heads=9, num_key_value_heads=3, head_dim=8, intermediate_size=90)
+    plan = make_plan(source, 2)
+    report = report_plan("m", plan, parse_config(source.config), is_shard_set=False)
+    assert [r.parts for r in report.ranks] == [
+        {"q_heads": 6, "kv_heads": 2, "ffn": 45, "vocab": 160},
+        {"q_heads": 3, "kv_heads": 1, "ffn": 45, "vocab": 160},
+    ]
+    assert [r.file_bytes for r in report.ranks] == [r.bytes for r in plan.ranks]
+    assert [r.weight_bytes for r in report.ranks] == rank_weights(
+        parse_config(source.config), model_axes(parse_config(source.config), [1, 1]), 2, 2
+    )
+    sizes = [r.weight_bytes for r in report.ranks]
+    assert report.imbalance == pytest.approx(max(sizes) / (sum(sizes) / 2))
+    assert report.fingerprint is None and report.even_tp_sizes == [1, 3] or report.even_tp_sizes
+
+
+def test_fit_of_unequal_devices_proposes_shares() -> None:
+    source = llama_source("bfloat16")
+    plan = make_plan(source, 3)
+    found = report_fit(plan, parse_config(source.config), [24 * GIB, 12 * GIB, 12 * GIB], None)
+    assert found.proposed_shares == [2, 1, 1] and found.fits
+    same = report_fit(make_plan(source, 3, shares=[2, 1, 1]), parse_config(source.config), [24 * GIB, 12 * GIB, 12 * GIB], None)
+    assert same.proposed_shares is None
+
+
+def test_wrong_questions() -> None:
+    source = llama_source()
+    plan, model = make_plan(source, 3), parse_config(source.config)
+    with pytest.raises(UsageError, match="--device-memory has 2 sizes, the tp size is 3"):
+        report_fit(plan, model, [GIB, GIB], None)
+    with pytest.raises(UsageError, match="--max-model-len 257 is more than the model's 256 positions"):
+        report_fit(plan, model, [GIB], 257)
+
+
+def test_what_does_not_fit_names_a_way_out() -> None:
+    source = llama_source()
+    plan, model = make_plan(source, 1), parse_config(source.config)
+    report = report_fit(plan, model, [CONTEXT_BYTES], None)
+    with pytest.raises(DeviceError, match="m in float32 does not fit at tp size 1: rank 0 has 0 bytes left") as caught:
+        check_fits("m", 1, "float32", report)
+    assert "no number of ranks" in caught.value.hint
+    check_fits("m", 1, "float32", report_fit(plan, model, [24 * GIB], 256))
