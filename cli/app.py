@@ -12,7 +12,8 @@ import sys
 import traceback
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated
+from itertools import pairwise
+from typing import Annotated, Any
 
 import typer
 
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     except _CLICK_ERROR as error:  # type: ignore[misc]
         usage = isinstance(error, _USAGE_ERROR) and getattr(error, "ctx", None)
         path = error.ctx.command_path if usage else "mgtp"  # type: ignore[attr-defined]
-        return _fail(error.format_message().rstrip("."), f"see {path} --help", 2, debug)  # type: ignore[attr-defined]
+        return _fail(_usage_message(error, arguments), f"see {path} --help", 2, debug)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", "", EXIT_INTERRUPTED, debug)
     except Terminated:
@@ -102,6 +103,16 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except Exception as error:  # a fault of ours: still one line
         return _fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
+
+
+def _usage_message(error: Any, arguments: list[str]) -> str:
+    """What Typer says, with the value it leaves out: `--tp-size 'x': ...`."""
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        values = [b for a, b in pairwise(arguments) if a == option]
+        values += [a.removeprefix(f"{option}=") for a in arguments if a.startswith(f"{option}=")]
+        if values:
+            return f"{option} {values[-1]!r}: {error.message.rstrip('.')}"
+    return error.format_message().rstrip(".")
 
 
 def _raise_terminated(number: int, frame: object) -> None:

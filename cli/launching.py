@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..shardplan.errors import UsageError
+from .options import positive
 
 if TYPE_CHECKING:
     from ..runtime.launch.start import LaunchOptions, StartedGroup
@@ -26,7 +27,8 @@ ShardSetArgument = Annotated[
     ),
 ]
 TpSizeOption = Annotated[
-    int | None, typer.Option(min=1, help="Ranks. A shard set has its own, which is checked; a checkpoint needs it.")
+    int | None,
+    typer.Option(callback=positive, help="Ranks. A shard set has its own, which is checked; a checkpoint needs it."),
 ]
 DtypeOption = Annotated[
     str | None, typer.Option(help="A shard set has its own, fixed when sharding; for a checkpoint: as in mgtp shard.")
@@ -38,7 +40,8 @@ SharedDeviceOption = Annotated[
     bool, typer.Option("--allow-shared-device", help="Let several ranks use one GPU (slow; to try out a tp size).")
 ]
 MaxModelLenOption = Annotated[
-    int | None, typer.Option(min=1, help="Longest prompt and answer in tokens; default: the model's, or what fits.")
+    int | None,
+    typer.Option(callback=positive, help="Longest prompt and answer in tokens; default: the model's, or what fits."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 

@@ -10,6 +10,7 @@ import typer
 from ..shardplan.errors import UsageError
 from .app import app
 from .launching import JsonOption, MaxModelLenOption, RevisionOption
+from .options import positive
 from .shard import ModelArgument, SharesOption
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ log = logging.getLogger("mgtp.cli")
 def plan(
     model: ModelArgument,
     tp_size: Annotated[
-        int | None, typer.Option(min=1, help="The number of ranks; for a shard set, its own when left out.")
+        int | None, typer.Option(callback=positive, help="The number of ranks; for a shard set, its own when left out.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16, float32, float64.")

@@ -11,6 +11,7 @@ import typer
 
 from .app import app
 from .launching import JsonOption, RevisionOption
+from .options import positive
 
 if TYPE_CHECKING:
     from ..shardplan.plan import ShardPlan
@@ -31,7 +32,7 @@ SharesOption = Annotated[
 @app.command()
 def shard(
     model: ModelArgument,
-    tp_size: Annotated[int, typer.Option(min=1, help="The number of ranks.")],
+    tp_size: Annotated[int, typer.Option(callback=positive, help="The number of ranks.")],
     out: Annotated[
         Path | None, typer.Option(help="The folder to write; default: <model>-tp<N> in the current folder.")
     ] = None,
@@ -40,7 +41,7 @@ def shard(
     shares: SharesOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing shard set.")] = False,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that do the work; default: one a core, at most 8.")
+        int | None, typer.Option(callback=positive, help="Threads that do the work; default: one a core, at most 8.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..shardplan.errors import CheckpointError
 from .app import app
-from .launching import JsonOption, ShardSetArgument
+from .launching import JsonOption
 
 log = logging.getLogger("mgtp.cli")
 
 
 @app.command()
 def verify(
-    directory: ShardSetArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by mgtp shard.")],
     against: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Also compare every tensor with this checkpoint, bit for bit.")
     ] = None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from io import BufferedReader
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ class Weights:
     def take(self, *names: str) -> torch.Tensor:
         """The tensor `names[0]`, or several that lie one after another as one tensor, joined along dimension 0."""
         plans = [self._plans[name] for name in names]
-        for before, after in zip(plans, plans[1:], strict=False):
+        for before, after in pairwise(plans):
             if before.offset + before.bytes != after.offset or before.shape[1:] != after.shape[1:]:
                 raise ValueError(f"{before.name} and {after.name} do not lie side by side")
         self._unused.difference_update(names)
@@ -71,7 +73,7 @@ def map_file(path: Path, plan: RankPlan) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def open_checked(path: Path, plan: RankPlan):  # noqa: ANN201 - the type of open() in binary mode
+def open_checked(path: Path, plan: RankPlan) -> BufferedReader:
     """`path`, opened for reading; raises CheckpointError unless it has the size that the plan records."""
     try:
         file = path.open("rb")

@@ -108,6 +108,7 @@ class ModelConfig:
     scales: Scales = Scales()
     extra_axes: tuple[tuple[str, int], ...] = ()
     per_layer_width: int = 0
+    stacked_experts: bool = False  # on disk the experts of a layer are stacks, not tensors of their own
 
     @property
     def rope_depends_on_length(self) -> bool:

@@ -35,6 +35,11 @@ def canonical_name(name: str) -> str:
     return "model." + name
 
 
+def has_stacked_experts(names: Iterable[str]) -> bool:
+    """Whether experts lie on disk as transformers 5 holds them, all of a layer's in one tensor, not one by one."""
+    return any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+
+
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Canonical name -> name on disk, for every tensor that is not ignored.
 

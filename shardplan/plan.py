@@ -9,6 +9,7 @@ import msgspec
 
 from .config import ModelConfig
 from .errors import CheckpointError
+from .names import has_stacked_experts
 from .partition import Axis
 from .version import __version__
 
@@ -135,5 +136,6 @@ def rank_file_name(rank: int, tp_size: int) -> str:
 
 
 def effective_model(model: ModelConfig, plan: ShardPlan) -> ModelConfig:
-    """`model` with its tie as it is on disk: a checkpoint may be flagged tied and still have a head of its own."""
-    return replace(model, tie_word_embeddings=bool(plan.ties))
+    """`model` as it is on disk: it may be flagged tied and still have a head of its own; experts may be stacked."""
+    stacked = has_stacked_experts(t.name for t in plan.ranks[0].tensors)
+    return replace(model, tie_word_embeddings=bool(plan.ties), stacked_experts=stacked)

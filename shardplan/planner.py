@@ -12,7 +12,7 @@ from .dtypes import COMMON_NAME, ITEMSIZE, safetensors_name
 from .errors import CheckpointError, UsageError
 from .families import is_unused, model_tensors, parse_config
 from .layout import lay_out
-from .names import canonical_names
+from .names import canonical_names, has_stacked_experts
 from .partition import TensorSpec, model_axes, part_bytes
 from .plan import FORMAT_VERSION, HASH_ALGORITHM, AxisPlan, ShardPlan, Tool
 from .sources.base import Source, TensorInfo
@@ -41,6 +41,7 @@ def match(source: Source) -> Blueprint:
     """
     model = parse_config(source.config)
     names = {k: v for k, v in canonical_names(source.tensors).items() if not is_unused(model, k)}
+    model = replace(model, stacked_experts=has_stacked_experts(names))
     notes = list(source.notes)
     ignored = len(source.tensors) - len(names)
     if ignored:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from mgtp.runtime.communicator import Communicator, GroupCommunicator
 from mgtp.runtime.messages import Request, SequenceStep, Step, Stop
 from mgtp.runtime.options import RankOptions

@@ -4,7 +4,10 @@ usage: python recipes.py [name ...]     -> runs a 7-token forward for each recip
 import: build(name, seed=0, dtype=torch.float32, randomize=True) -> eval() model on CPU
 """
 
-import sys, torch, transformers as T
+import sys
+
+import torch
+import transformers as T
 
 V = 131  # prime vocabulary: never divides by the TP size
 COMMON = dict(vocab_size=V, pad_token_id=None, bos_token_id=1, eos_token_id=2, initializer_range=0.2)

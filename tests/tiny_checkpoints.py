@@ -1,22 +1,31 @@
-"""Tiny checkpoints with Hugging Face greedy references, one for each kind of fault that users of such tools report.
+"""Tiny checkpoints with greedy references of transformers, one for each kind of fault that users of such tools report.
 
-Each is a normal Hugging Face folder; its ref.json holds prompt ids, the 24 greedy
-token ids of transformers in float32, and the smallest top-1/top-2 margin (so a mismatch is a bug,
-not a tie).  Cases whose name starts with bad_ have no reference: the right answer is an error.
+Each is a normal Hugging Face folder; its ref.json holds prompt ids, the 24 greedy ids of transformers in float32, and the
+smallest top-1/top-2 margin, so that a mismatch is a fault and not a tie. Cases whose name starts with bad_ have no
+reference: the right answer is an error.
 """
 
-import json, os, shutil, struct, sys, torch
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, decoders, AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    PreTrainedTokenizerFast,
-    AutoModelForCausalLM,
 )
 
 TEMPLATE = (
@@ -25,79 +34,11 @@ TEMPLATE = (
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-
-def tokenizer(path, extra=0):
-    # pure byte vocabulary: every non-ASCII character is several tokens, so UTF-8 always splits
-    alpha = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alpha)}
-    t = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = decoders.ByteLevel()
-    t.add_special_tokens([AddedToken(s, special=True) for s in ("<s>", "</s>", "<|user|>", "<|assistant|>")])
-    t.add_tokens([f"<extra_{i}>" for i in range(extra)])
-    k = PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
-    k.save_pretrained(path)
-    return len(k)
-
-
 BASE = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    vocab_size=320,
-    max_position_embeddings=256,
-    initializer_range=0.25,
-    bos_token_id=256,
-    eos_token_id=257,
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=320, max_position_embeddings=256, initializer_range=0.25, bos_token_id=256, eos_token_id=257,
     tie_word_embeddings=False,
-)
-
-
-def build(out, name, cls=LlamaForCausalLM, cfg=LlamaConfig, prompt_len=40, ref=True, shard=None, extra=0, **kw):
-    p = os.path.join(out, name)
-    shutil.rmtree(p, ignore_errors=True)
-    os.makedirs(p)
-    torch.manual_seed(0)
-    m = cls(cfg(**{**BASE, **kw})).float().eval()
-    with torch.no_grad():
-        for n, w in m.named_parameters():
-            if n.endswith("bias"):
-                w.normal_(0, 0.5)  # zero biases would hide every bias bug
-            if "norm" in n:
-                w.uniform_(0.5, 1.5)  # constant norms would hide every norm bug
-    m.save_pretrained(p, **({"max_shard_size": shard} if shard else {}))
-    tokenizer(p, extra)
-    if ref:
-        reference(p, prompt_len)
-    return p
-
-
-def reference(p, prompt_len=40):
-    m = AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32, attn_implementation="eager").eval()
-    v = m.config.vocab_size
-    ids = [256] + [(7 * i * i + 3 * i) % 250 for i in range(prompt_len - 1)]
-    cur, margin, toks = list(ids), 1e9, []
-    with torch.no_grad():
-        for _ in range(24):  # no cache: recompute, the plainest oracle
-            lg = m(torch.tensor([cur]), use_cache=False).logits[0, -1]
-            t2 = lg.topk(2).values
-            margin = min(margin, float(t2[0] - t2[1]))
-            toks.append(int(lg.argmax()))
-            cur.append(toks[-1])
-    json.dump({"prompt_ids": ids, "greedy_ids": toks, "min_margin": margin}, open(p + "/ref.json", "w"))
-
-
-def edit(p, **kw):
-    c = json.load(open(p + "/config.json"))
-    c.update(kw)
-    json.dump(c, open(p + "/config.json", "w"), indent=1)
-
-
-def first(p):
-    return os.path.join(p, sorted(f for f in os.listdir(p) if f.endswith(".safetensors"))[0])
-
+)  # fmt: skip
 
 R = dict(rope_theta=10000.0)
 CASES = {
@@ -127,77 +68,141 @@ CASES = {
 }  # fmt: skip
 
 
-def make(out, name):
+INDEX = "model.safetensors.index.json"
+
+
+def make(out: Path | str, name: str) -> Path:
     """Write case `name` (and the case it is derived from) under `out`."""
+    path = Path(out) / name
     if name in CASES:
-        return build(out, name, **CASES[name])
+        build(path, **CASES[name])
+        return path
     source, change = DERIVED[name]
-    if not os.path.exists(os.path.join(out, source)):
+    if not (Path(out) / source).exists():
         make(out, source)
-    path = os.path.join(out, name)
-    shutil.copytree(os.path.join(out, source), path)
+    shutil.copytree(Path(out) / source, path)
     if name.startswith("bad_"):
-        os.remove(path + "/ref.json")
+        (path / "ref.json").unlink()
     change(path)
     return path
 
 
-def _old_rope_keys(p):
-    c = json.load(open(p + "/config.json"))
-    r = c.pop("rope_parameters")
-    c["rope_theta"] = r.pop("rope_theta")
-    r["type"] = r.pop("rope_type")
-    c["rope_scaling"] = r
-    json.dump(c, open(p + "/config.json", "w"), indent=1)
+def build(path: Path, cls=LlamaForCausalLM, cfg=LlamaConfig, prompt_len=40, shard=None, **kw: Any) -> None:
+    """A model with random norms and biases: at their constant defaults, faults in them would not show."""
+    path.mkdir(parents=True)
+    torch.manual_seed(0)
+    model = cls(cfg(**{**BASE, **kw})).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0, 0.5)
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+    model.save_pretrained(path, **({"max_shard_size": shard} if shard else {}))
+    write_tokenizer(path)
+    write_reference(path, prompt_len)
 
 
-def _overlay(p):
+def write_tokenizer(path: Path) -> None:
+    """Bytes alone, without merges: every character that is not ASCII is several tokens."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True) for s in ("<s>", "</s>", "<|user|>", "<|assistant|>")])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    ).save_pretrained(path)
+
+
+@torch.no_grad()
+def write_reference(path: Path, prompt_len: int) -> None:
+    """ref.json, computed without a cache: the plainest oracle."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    prompt = [256] + [(7 * i * i + 3 * i) % 250 for i in range(prompt_len - 1)]
+    margin, ids = 1e9, []
+    for _ in range(24):
+        logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0, -1]
+        first, second = logits.topk(2).values.tolist()
+        margin = min(margin, first - second)
+        ids.append(int(logits.argmax()))
+    write_json(path / "ref.json", {"prompt_ids": prompt, "greedy_ids": ids, "min_margin": margin})
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order."""
+    return sorted(path.glob("*.safetensors"))
+
+
+def old_rope_keys(path: Path) -> None:
+    """The spelling of transformers 4."""
+    config = read_json(path / "config.json")
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    config["rope_scaling"] = rope
+    write_json(path / "config.json", config)
+
+
+def overlay(path: Path) -> None:
     """The index sends one name to a new file, the old copy (all 9.0) stays in the old file."""
-    ix = json.load(open(p + "/model.safetensors.index.json"))
-    k = "model.layers.0.mlp.down_proj.weight"
-    old = load_file(os.path.join(p, ix["weight_map"][k]))
-    good = old[k].clone()
-    old[k] = torch.full_like(good, 9.0)
-    save_file(old, os.path.join(p, ix["weight_map"][k]), metadata={"format": "pt"})
-    save_file({k: good}, p + "/model-overlay.safetensors", metadata={"format": "pt"})
-    ix["weight_map"][k] = "model-overlay.safetensors"
-    json.dump(ix, open(p + "/model.safetensors.index.json", "w"))
+    index, name = read_json(path / INDEX), "model.layers.0.mlp.down_proj.weight"
+    old_file = path / index["weight_map"][name]
+    old = load_file(old_file)
+    good = old[name].clone()
+    old[name] = torch.full_like(good, 9.0)
+    save_file(old, old_file, metadata={"format": "pt"})
+    save_file({name: good}, path / "model-overlay.safetensors", metadata={"format": "pt"})
+    index["weight_map"][name] = "model-overlay.safetensors"
+    write_json(path / INDEX, index)
 
 
-def _missing_shard(p):
-    os.remove(os.path.join(p, sorted(x for x in os.listdir(p) if x.endswith("tensors"))[1]))
+def missing_shard(path: Path) -> None:
+    weight_files(path)[1].unlink()
 
 
-def _truncated(p):
-    os.truncate(first(p), os.path.getsize(first(p)) - 1000)
+def truncated(path: Path) -> None:
+    file = weight_files(path)[0]
+    os.truncate(file, file.stat().st_size - 1000)
 
 
-def _lfs_pointer(p):
-    open(first(p), "w").write("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+def lfs_pointer(path: Path) -> None:
+    weight_files(path)[0].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
 
 
-def _absent_tensor(p):
-    ix = json.load(open(p + "/model.safetensors.index.json"))
-    ix["weight_map"]["model.layers.9.mlp.up_proj.weight"] = sorted(set(ix["weight_map"].values()))[0]
-    json.dump(ix, open(p + "/model.safetensors.index.json", "w"))
+def absent_tensor(path: Path) -> None:
+    index = read_json(path / INDEX)
+    index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = min(index["weight_map"].values())
+    write_json(path / INDEX, index)
 
 
-def _without(tensor):
-    def change(p):
-        w = load_file(first(p))
-        del w[tensor]
-        save_file(w, first(p), metadata={"format": "pt"})
+def without(tensor: str) -> Callable[[Path], None]:
+    """A change that takes a tensor out."""
+
+    def change(path: Path) -> None:
+        file = weight_files(path)[0]
+        weights = load_file(file)
+        del weights[tensor]
+        save_file(weights, file, metadata={"format": "pt"})
 
     return change
 
 
 DERIVED = {
-    "rope_llama3_oldkeys": ("rope_llama3", _old_rope_keys),
-    "overlay_index": ("multishard", _overlay),
-    "bad_missing_shard": ("multishard", _missing_shard),
-    "bad_truncated": ("base", _truncated),
-    "bad_lfs_pointer": ("base", _lfs_pointer),
-    "bad_index_names_absent_tensor": ("multishard", _absent_tensor),
-    "bad_missing_tensor": ("base", _without("model.layers.1.self_attn.k_proj.weight")),
-    "bad_untied_no_head": ("base", _without("lm_head.weight")),
+    "rope_llama3_oldkeys": ("rope_llama3", old_rope_keys),
+    "overlay_index": ("multishard", overlay),
+    "bad_missing_shard": ("multishard", missing_shard),
+    "bad_truncated": ("base", truncated),
+    "bad_lfs_pointer": ("base", lfs_pointer),
+    "bad_index_names_absent_tensor": ("multishard", absent_tensor),
+    "bad_missing_tensor": ("base", without("model.layers.1.self_attn.k_proj.weight")),
+    "bad_untied_no_head": ("base", without("lm_head.weight")),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...shardplan.config import Attention as AttentionConfig
-from ...shardplan.config import Ffn, ModelConfig
+from ...shardplan.config import ModelConfig
 from ...shardplan.partition import Axis
 from ..communicator import Communicator
 from ..weights import Weights
@@ -78,15 +78,19 @@ class LayerBuilder:
         names = [packed] if f"{packed}.weight" in self.weights else [f"{prefix}gate_proj", f"{prefix}up_proj"]
         return GatedMLP(self.column(*names), self.row(f"{prefix}down_proj"), self.model.activation)
 
-    def mixture(self, router: str, experts: str, ffn: Ffn, names: tuple[str, str, str], pick: Pick) -> MixtureOfExperts:
-        """Experts that the checkpoint holds one by one; `names` are what it calls their gate, up and down."""
-        gate, up, down = names
-        numbers, width, hidden = range(ffn.num_experts), self.size(ffn.axis), self.model.hidden_size
-        gate_up = self.weights.take(*(f"{experts}{e}.{name}.weight" for e in numbers for name in (gate, up)))
-        downs = self.weights.take(*(f"{experts}{e}.{down}.weight" for e in numbers))
-        activation = GatedActivation(self.model.activation)
-        stacks = Experts(gate_up.view(-1, 2 * width, hidden), downs.view(-1, hidden, width), activation)
-        return MixtureOfExperts(Router(self.weights.take(f"{router}.weight"), None, pick), stacks, self.communicator)
+    def mixture(self, index: int, block: str, names: tuple[str, str, str], pick: Pick) -> MixtureOfExperts:
+        """The experts of layer `index`: one by one in `block`, or stacked (see families.common.mixture)."""
+        ffn, take = self.model.layers[index].ffn, self.weights.take
+        p = f"model.layers.{index}.{'mlp' if self.model.stacked_experts else block}."
+        if self.model.stacked_experts:
+            gate_up, down = take(f"{p}experts.gate_up_proj"), take(f"{p}experts.down_proj")
+        else:
+            numbers, width = range(ffn.num_experts), self.size(ffn.axis)
+            rows = take(*(f"{p}experts.{e}.{name}.weight" for e in numbers for name in names[:2]))
+            gate_up = rows.view(ffn.num_experts, 2 * width, -1)
+            down = take(*(f"{p}experts.{e}.{names[2]}.weight" for e in numbers)).view(ffn.num_experts, -1, width)
+        experts = Experts(gate_up, down, GatedActivation(self.model.activation))
+        return MixtureOfExperts(Router(take(f"{p}gate.weight"), None, pick), experts, self.communicator)
 
     def embedding(self) -> VocabParallelEmbedding:
         """The token embedding, scaled as the model scales it."""

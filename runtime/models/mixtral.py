@@ -16,6 +16,5 @@ def build(builder: LayerBuilder) -> Decoder:
 
 
 def _experts(build: LayerBuilder, index: int) -> MixtureOfExperts:
-    ffn, p = build.model.layers[index].ffn, f"model.layers.{index}.block_sparse_moe."
-    pick = partial(softmax_then_top_k, k=ffn.experts_per_token, renormalize=True)
-    return build.mixture(f"{p}gate", f"{p}experts.", ffn, ("w1", "w3", "w2"), pick)
+    pick = partial(softmax_then_top_k, k=build.model.layers[index].ffn.experts_per_token, renormalize=True)
+    return build.mixture(index, "block_sparse_moe", ("w1", "w3", "w2"), pick)

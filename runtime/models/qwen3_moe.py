@@ -21,7 +21,6 @@ def _mlp(build: LayerBuilder, index: int) -> FeedForward:
     ffn = build.model.layers[index].ffn
     if not ffn.num_experts:
         return dense_mlp(build, index)
-    p = f"model.layers.{index}.mlp."
     renormalize = ConfigReader(build.model.text).flag("norm_topk_prob", False)
     pick = partial(softmax_then_top_k, k=ffn.experts_per_token, renormalize=renormalize)
-    return build.mixture(f"{p}gate", f"{p}experts.", ffn, ("gate_proj", "up_proj", "down_proj"), pick)
+    return build.mixture(index, "mlp", ("gate_proj", "up_proj", "down_proj"), pick)

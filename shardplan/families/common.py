@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import Attention, ConfigReader, Ffn, Layer, ModelConfig, Scales, text_config
 from ..errors import CheckpointError
-from ..partition import TensorSpec, columns, rows, segmented
+from ..partition import Cut, Segment, TensorSpec, columns, rows, segmented
 from ..rope import Rope, parse_rope, rope_parameters
 from ..values import shown
 
@@ -221,12 +221,30 @@ def packed_mlp(prefix: str, ffn: Ffn, hidden: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{prefix}down_proj.weight", (hidden, ffn.size), columns(ffn.axis))
 
 
-def experts(prefix: str, ffn: Ffn, hidden: int, names: tuple[str, str, str]) -> Iterator[TensorSpec]:
-    """The experts of a layer, each cut like an MLP; `names` are what gate, up and down are called.
+def mixture(model: ModelConfig, layer: str, ffn: Ffn, block: str, names: tuple[str, str, str]) -> Iterator[TensorSpec]:
+    """A mixture of experts: the router [E, H], whole, and the experts, each cut like an MLP.
 
-    gate and up [I, H] of all experts lie one after another, then all downs [H, I]: a rank can view them as stacks
-    [E, 2 I, H] and [E, H, I] of its columns.
+    Checkpoints hold the experts one by one in `block`, `names` being what gate, up and down are called there, or
+    stacked in `mlp`. Either way a rank can view its columns of them as stacks [E, 2 I, H] and [E, H, I].
     """
+    p = f"{layer}{'mlp' if model.stacked_experts else block}."
+    yield TensorSpec(f"{p}gate.weight", (ffn.num_experts, model.hidden_size))
+    if model.stacked_experts:
+        yield from _stacked_experts(f"{p}experts.", ffn, model.hidden_size)
+    else:
+        yield from _single_experts(f"{p}experts.", ffn, model.hidden_size, names)
+
+
+def _stacked_experts(prefix: str, ffn: Ffn, hidden: int) -> Iterator[TensorSpec]:
+    """gate_up_proj [E, 2 I, H], gate over up, and down_proj [E, H, I]."""
+    count, size = ffn.num_experts, ffn.size
+    gate_over_up = segmented(1, (ffn.axis, 1), (ffn.axis, 1), sizes={ffn.axis: size})
+    yield TensorSpec(f"{prefix}gate_up_proj", (count, 2 * size, hidden), gate_over_up)
+    yield TensorSpec(f"{prefix}down_proj", (count, hidden, size), Cut(2, (Segment(ffn.axis),)))
+
+
+def _single_experts(prefix: str, ffn: Ffn, hidden: int, names: tuple[str, str, str]) -> Iterator[TensorSpec]:
+    """gate and up [I, H] of all experts, one after another, then all downs [H, I]."""
     gate, up, down = names
     for e in range(ffn.num_experts):
         for name in (gate, up):

@@ -9,7 +9,8 @@ from ..config import ConfigReader, ModelConfig
 from ..partition import TensorSpec
 from . import common, llama
 
-ARCHITECTURES = ("Ernie4_5ForCausalLM",)
+# The second name is that of the first files on the hub, which came with their own code.
+ARCHITECTURES = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
 
 _DEFAULTS = {
     "vocab_size": 103424,

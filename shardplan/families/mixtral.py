@@ -33,6 +33,5 @@ def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
         yield from common.projections(f"{p}self_attn.", layer.attention, hidden)
         yield from common.output(f"{p}self_attn.", layer.attention, hidden)
         yield common.norm(f"{p}post_attention_layernorm", hidden)
-        yield TensorSpec(f"{p}block_sparse_moe.gate.weight", (layer.ffn.num_experts, hidden))
-        yield from common.experts(f"{p}block_sparse_moe.experts.", layer.ffn, hidden, ("w1", "w3", "w2"))
+        yield from common.mixture(model, p, layer.ffn, "block_sparse_moe", ("w1", "w3", "w2"))
     yield from common.head(model)

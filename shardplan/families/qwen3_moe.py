@@ -50,8 +50,7 @@ def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
         yield from common.output(f"{p}self_attn.", a, hidden, bias=bias)
         yield common.norm(f"{p}post_attention_layernorm", hidden)
         if ffn.num_experts:
-            yield TensorSpec(f"{p}mlp.gate.weight", (ffn.num_experts, hidden))
-            yield from common.experts(f"{p}mlp.experts.", ffn, hidden, ("gate_proj", "up_proj", "down_proj"))
+            yield from common.mixture(model, p, ffn, "mlp", ("gate_proj", "up_proj", "down_proj"))
         else:
             yield from common.mlp(f"{p}mlp.", ffn, hidden)
     yield from common.head(model)

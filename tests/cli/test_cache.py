@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pytest
+
 from mgtp.cli.app import main
 from mgtp.shardplan import cache
 from mgtp.shardplan.errors import UsageError
@@ -70,7 +71,7 @@ def test_damage_in_the_cache_is_named_with_the_way_out(folder, tiny_checkpoint):
     source = open_source(str(tiny_checkpoint("base")))
     path, _ = writes(source)
     os.truncate(path / "rank-1-of-2.safetensors", 100)
-    with pytest.raises(Exception, match="cached .*rank-1-of-2") as error:
+    with pytest.raises(Exception, match=r"cached .*rank-1-of-2") as error:
         writes(source)
     assert f"rm -r {path}" in error.value.hint
 

@@ -71,7 +71,9 @@ def test_side_by_side_runs_do_not_meet(tmp_path, base, base_tp2):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_front_ends_everything(number, code, tmp_path, base_tp2):
-    run = start(tmp_path, "generate", base_tp2, "--prompt", "x", "--max-tokens", "200", "--ignore-eos", "--device", "cpu")
+    run = start(
+        tmp_path, "generate", base_tp2, "--prompt", "x", "--max-tokens", "200", "--ignore-eos", "--device", "cpu"
+    )
     wait_for_ranks(tmp_path, 2)
     os.kill(run.pid, number)
     _, err = run.communicate(timeout=30)

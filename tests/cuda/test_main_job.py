@@ -53,7 +53,6 @@ def rank_logits(shard_set: str, prompt: list[int]) -> torch.Tensor:
     from mgtp.runtime.options import RankOptions
     from mgtp.runtime.rank_worker import RankWorker
     from mgtp.runtime.runner import Place
-
     from tests.rank_jobs import GroupLink, prompt_step
 
     worker = RankWorker(GroupLink(SingleRank(), RankOptions(shard_set, 1, "cuda", [0], max_model_len=2048)))  # type: ignore[arg-type]

@@ -6,11 +6,13 @@ across their segments, rotations of part of a head or in other pairs, windows, a
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.rank_jobs import greedy, run_requests
 from tests.reference import (
@@ -131,6 +133,17 @@ def test_other_shapes(label, variant_checkpoint):
         ranks = ThreadRanks(folder, tp_size)
         assert_close(ranks.full(PROMPT), full, 1e-4, f"tp {tp_size}, full")
         assert_close(ranks.cached(PROMPT, FIRST), cached, 1e-4, f"tp {tp_size}, cached")
+
+
+def test_leftover_keys_of_sharing_layers_change_nothing(recipe_checkpoint, tmp_path):
+    """Released Gemma 4 files hold keys and values that no layer uses."""
+    folder = recipe_checkpoint("gemma4_e")
+    tensors = load_file(folder / "model.safetensors")
+    extra = {f"model.layers.5.self_attn.{n}.weight": torch.randn(72, 52) for n in ("k_proj", "v_proj")}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copy(folder / "config.json", tmp_path)
+    ranks = ThreadRanks(tmp_path, 2)
+    assert_close(ranks.full(PROMPT), expected(str(folder))[0], 1e-4, "full")
 
 
 @pytest.mark.parametrize("name", ["gemma4_vl", "gemma3_vl"])

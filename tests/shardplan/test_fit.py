@@ -168,8 +168,8 @@ def test_8b_on_24_gib() -> None:
 
 
 def test_too_small() -> None:
-    assert not fit_8b(16 * GIB).fits
-    assert fit_8b(16 * GIB, 2).fits
+    assert not fit_8b(15 * GIB).fits
+    assert fit_8b(15 * GIB, 2).fits
     assert not fit_8b(24 * GIB, 1, length=131072).fits
     assert fit_8b(24 * GIB, 2, length=131072).fits
 
@@ -181,7 +181,7 @@ def test_collectives_count_from_two_ranks_on() -> None:
 def test_smallest_tp_size() -> None:
     model = llama_8b()
     assert smallest_tp_size(model, 2, 24 * GIB) == 1
-    assert smallest_tp_size(model, 2, 16 * GIB) == 2
+    assert smallest_tp_size(model, 2, 15 * GIB) == 2
     assert smallest_tp_size(model, 2, 24 * GIB, 131072) == 2
     assert smallest_tp_size(model, 2, 1 * GIB) is None
     n = smallest_tp_size(model, 4, 10 * GIB)
@@ -199,7 +199,9 @@ def fit_like(model: ModelConfig, n: int, device: int) -> bool:
 def test_even_sizes() -> None:
     assert even_tp_sizes(llama_8b()) == [1, 2, 4, 8, 16, 32]
     smollm = parse_config(
-        llama_config(num_attention_heads=9, num_key_value_heads=3, hidden_size=576, intermediate_size=1536, vocab_size=49152)
+        llama_config(
+            num_attention_heads=9, num_key_value_heads=3, hidden_size=576, intermediate_size=1536, vocab_size=49152
+        )
     )
     assert even_tp_sizes(smollm) == [1, 3]
     assert max_tp_size(smollm) == 9
@@ -237,7 +239,7 @@ def test_report_of_a_plan() -> None:
     )
     sizes = [r.weight_bytes for r in report.ranks]
     assert report.imbalance == pytest.approx(max(sizes) / (sum(sizes) / 2))
-    assert report.fingerprint is None and report.even_tp_sizes == [1, 3] or report.even_tp_sizes
+    assert report.fingerprint is None and report.even_tp_sizes == [1]  # 320 rows do not divide by 3
 
 
 def test_fit_of_unequal_devices_proposes_shares() -> None:
@@ -245,7 +247,9 @@ def test_fit_of_unequal_devices_proposes_shares() -> None:
     plan = make_plan(source, 3)
     found = report_fit(plan, parse_config(source.config), [24 * GIB, 12 * GIB, 12 * GIB], None)
     assert found.proposed_shares == [2, 1, 1] and found.fits
-    same = report_fit(make_plan(source, 3, shares=[2, 1, 1]), parse_config(source.config), [24 * GIB, 12 * GIB, 12 * GIB], None)
+    same = report_fit(
+        make_plan(source, 3, shares=[2, 1, 1]), parse_config(source.config), [24 * GIB, 12 * GIB, 12 * GIB], None
+    )
     assert same.proposed_shares is None
 
 

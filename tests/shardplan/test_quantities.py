@@ -15,7 +15,9 @@ def test_shares(text: str, shares: list[int]) -> None:
     assert parse_shares(text, 3) == shares
 
 
-@pytest.mark.parametrize("text", ["", "2,1", "2,1,1,1", "2,0,1", "2,-1,1", "2,1.5,1", "a,b,c", "1,1,99999999999", "²,1,1"])
+@pytest.mark.parametrize(
+    "text", ["", "2,1", "2,1,1,1", "2,0,1", "2,-1,1", "2,1.5,1", "a,b,c", "1,1,99999999999", "²,1,1"]
+)
 def test_wrong_shares(text: str) -> None:
     with pytest.raises(UsageError, match="--shares"):
         parse_shares(text, 3)
@@ -40,7 +42,9 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_sizes(f"{text},{text}", "--device-memory") == [size, size]
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "24GiB,", "-1GiB", "1e3GiB", "24 GiB 3", "inf", "0", "0GiB", "24Gi B", "²GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "24GiB,", "-1GiB", "1e3GiB", "24 GiB 3", "inf", "0", "0GiB", "24Gi B", "²GiB"]
+)
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(UsageError, match="--device-memory"):
         parse_sizes(text, "--device-memory")

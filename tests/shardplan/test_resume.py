@@ -178,7 +178,10 @@ def test_another_plan_or_source_starts_afresh(tmp_path: Path, undisturbed: dict[
 
     interrupted(tmp_path / "c", at=50)
     source = small_source()
-    shard(tmp_path / "c", Edited(source.config, {**source.arrays, "model.norm.weight": source.arrays["model.norm.weight"] + 1}))
+    shard(
+        tmp_path / "c",
+        Edited(source.config, {**source.arrays, "model.norm.weight": source.arrays["model.norm.weight"] + 1}),
+    )
     assert content(tmp_path / "c").keys() == undisturbed.keys()
     assert content(tmp_path / "c")["plan.json"] != undisturbed["plan.json"]
 

@@ -245,7 +245,9 @@ def test_flipped_bits_in_a_plan(folder: Path) -> None:
             del changed[choose.randrange(len(changed)) :]
         else:
             for _ in range(choose.choice((1, 1, 2, 5))):
-                changed[choose.randrange(len(changed))] = choose.choice((choose.randrange(256), ord(choose.choice(string.printable))))
+                changed[choose.randrange(len(changed))] = choose.choice(
+                    (choose.randrange(256), ord(choose.choice(string.printable)))
+                )
         (folder / "plan.json").write_bytes(changed)
         try:
             plan = ShardSet.open(folder).plan

@@ -356,9 +356,7 @@ def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_full_disk_leaves_something_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_full_disk_leaves_something_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """The system says 'no space' in the middle, as it does when others write too: no final name, and it goes on later."""
     out, room = tmp_path / "out", 150_000
     pwrite = os.pwrite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from mgtp.runtime.launch import devices
 from mgtp.runtime.launch.devices import DriverError, Gpu, describe, place_ranks
 from mgtp.shardplan.errors import DeviceError, UsageError

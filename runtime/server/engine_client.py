@@ -1,0 +1,164 @@
+"""The leader as HTTP requests see it: they submit sequences and get their tokens, each on its own ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from ...shardplan.errors import RankError
+from ..launch.async_ranks import AsyncRanks
+from ..messages import Abort, Request, RequestFailed, Stats, TokenOutput, Tokens
+from .errors import ApiError, unavailable
+from .metrics import Metrics
+
+log = logging.getLogger("mgtp.server")
+
+STALL_SECONDS = 30.0
+"""Work, but no word from the leader for this long: not ready for more."""
+
+_IDLE = Stats(0, 0, 0, 0, 0, 0, 0, [])
+
+
+class Ticket:
+    """The sequences of one HTTP request. Iterate over (index, token); leave `close` to end what is unfinished."""
+
+    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._index = {request.id: index for index, request in enumerate(requests)}
+        self._arrived: deque[tuple[int, TokenOutput]] = deque()
+        self._error: ApiError | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Ticket:
+        return self
+
+    async def __anext__(self) -> tuple[int, TokenOutput]:
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if not self._index:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        return self._arrived.popleft()
+
+    def put(self, output: TokenOutput) -> None:
+        """A token from the leader."""
+        self._arrived.append((self._index[output.id], output))
+        if output.finish_reason is not None:
+            self._forget(output.id)
+        self._notify()
+
+    def fail(self, error: ApiError) -> None:
+        """End every sequence with an error, which comes after the tokens that are there."""
+        self._error = self._error or error
+        self.close()
+        self._notify()
+
+    def finish(self, index: int) -> None:
+        """No more tokens are wanted of one sequence."""
+        for request_id in [i for i, at in self._index.items() if at == index]:
+            self._client.abort(request_id)
+            self._forget(request_id)
+
+    def close(self) -> None:
+        """No more tokens are wanted."""
+        for request_id in list(self._index):
+            self._client.abort(request_id)
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._index[request_id]
+        self._client.forget(request_id)
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class EngineClient:
+    """Routes between tickets and the leader; `run` must be running."""
+
+    def __init__(self, ranks: AsyncRanks, metrics: Metrics, *, max_num_seqs: int, max_queue: int) -> None:
+        self.ranks, self.metrics = ranks, metrics
+        self.max_unfinished = max_num_seqs + max_queue
+        self.stats = _IDLE
+        self.error: RankError | None = None
+        self._tickets: dict[str, Ticket] = {}
+        self._heard = time.monotonic()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._tickets)
+
+    @property
+    def failing(self) -> bool:
+        """Whether a rank has failed."""
+        return self.error is not None or self.ranks.failing
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether there is work and nothing has been heard of it for too long."""
+        return bool(self._tickets) and time.monotonic() - self._heard > STALL_SECONDS
+
+    def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Send sequences to the leader, all or none; raises ApiError when there are too many."""
+        if self.failing:
+            raise unavailable("a rank has failed", code="rank_failed")
+        if len(requests) > self.max_unfinished:
+            raise ApiError(400, f"{len(requests)} sequences at once, the server takes {self.max_unfinished}", param="n")
+        if self.num_unfinished + len(requests) > self.max_unfinished:
+            raise ApiError(
+                429,
+                f"{self.num_unfinished} sequences are running or waiting, the server takes {self.max_unfinished}",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        if not self._tickets:
+            self._heard = time.monotonic()
+        ticket = Ticket(self, requests)
+        for request in requests:
+            self._tickets[request.id] = ticket
+            self.ranks.send(request)
+        return ticket
+
+    def abort(self, request_id: str) -> None:
+        """Tell the leader that a sequence is not wanted any more."""
+        if not self.failing:
+            self.ranks.send(Abort(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """A sequence has ended."""
+        self._tickets.pop(request_id, None)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every ticket with an error."""
+        for ticket in set(self._tickets.values()):
+            ticket.fail(error)
+
+    async def run(self) -> None:
+        """Hand out what ranks say, until one fails: raises RankError after every ticket has been told."""
+        try:
+            while True:
+                message = await self.ranks.receive()
+                self._heard = time.monotonic()
+                if isinstance(message, Tokens):
+                    for output in message.outputs:
+                        ticket = self._tickets.get(output.id)
+                        if ticket is not None:
+                            ticket.put(output)
+                elif isinstance(message, RequestFailed):
+                    ticket = self._tickets.get(message.id)
+                    if ticket is not None:
+                        ticket.fail(ApiError(500, message.message))
+                elif isinstance(message, Stats):
+                    self.stats = message
+                    self.metrics.observe_stats(message)
+        except RankError as error:
+            self.error = error
+            self.fail_all(unavailable(error.message, code="rank_failed"))
+            raise

@@ -1,0 +1,69 @@
+"""What /metrics tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ..messages import Ready, Stats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
+
+
+class Metrics:
+    """One server's metrics, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        of = {"registry": self.registry}
+        self.requests = Counter("mgtp_requests", "HTTP requests by path and status.", ["path", "status"], **of)
+        self.finished = Counter("mgtp_sequences_finished", "Sequences by how they ended.", ["reason"], **of)
+        self.prompt_tokens = Counter("mgtp_prompt_tokens", "Tokens of prompts.", **of)
+        self.generated_tokens = Counter("mgtp_generated_tokens", "Tokens generated.", **of)
+        self.first_token = Histogram(
+            "mgtp_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_SECONDS, **of
+        )
+        self.between_tokens = Histogram(
+            "mgtp_time_between_tokens_seconds", "Between two tokens of a sequence.", buckets=_STEP_SECONDS, **of
+        )
+        self.request_seconds = Histogram(
+            "mgtp_request_seconds", "From a request's arrival to its last token.", buckets=_SECONDS, **of
+        )
+        self.step_seconds = Histogram("mgtp_step_seconds", "Duration of a step.", buckets=_STEP_SECONDS, **of)
+        self.sequences = Gauge("mgtp_sequences", "Sequences by state.", ["state"], **of)
+        self.blocks = Gauge("mgtp_kv_blocks", "Blocks of the KV cache by state.", ["state"], **of)
+        self.scheduled_tokens = Gauge(
+            "mgtp_scheduled_prompt_tokens", "Prompt tokens that were scheduled since the start.", **of
+        )
+        self.cached_tokens = Gauge("mgtp_prefix_cache_hit_tokens", "Of these, those found in the prefix cache.", **of)
+        self.preemptions = Gauge("mgtp_preemptions", "Sequences that gave their blocks back, since the start.", **of)
+        self.rank_weights = Gauge("mgtp_rank_weight_bytes", "Weights a rank holds.", ["rank", "device"], **of)
+        self.rank_memory = Gauge("mgtp_rank_device_bytes", "Memory of a rank's device.", ["rank", "device", "kind"], **of)
+        self.collectives = Gauge("mgtp_collective_backend_info", "1 for the backend in use.", ["backend"], **of)
+
+    def observe_ready(self, ready: Sequence[Ready]) -> None:
+        """What ranks said when they were ready."""
+        for rank in ready:
+            labels = (str(rank.rank), rank.device)
+            self.rank_weights.labels(*labels).set(rank.weight_bytes)
+            self.rank_memory.labels(*labels, "used").set(rank.device_used_bytes)
+            self.rank_memory.labels(*labels, "total").set(rank.device_total_bytes)
+        self.collectives.labels(ready[0].backend).set(1)
+
+    def observe_stats(self, stats: Stats) -> None:
+        """The leader's report."""
+        self.sequences.labels("running").set(stats.running)
+        self.sequences.labels("waiting").set(stats.waiting)
+        self.blocks.labels("used").set(stats.used_blocks)
+        self.blocks.labels("free").set(stats.total_blocks - stats.used_blocks)
+        self.scheduled_tokens.set(stats.prompt_tokens)
+        self.cached_tokens.set(stats.cached_tokens)
+        self.preemptions.set(stats.preemptions)
+        for seconds in stats.step_seconds:
+            self.step_seconds.observe(seconds)
+
+    def page(self) -> bytes:
+        """The page in Prometheus' text form."""
+        return generate_latest(self.registry)

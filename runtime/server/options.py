@@ -1,0 +1,22 @@
+"""How the server behaves: one frozen document, from which the command line takes its defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Limits and names. Seconds and bytes where a unit is needed."""
+
+    model_name: str
+    api_key: str | None = None
+    max_num_seqs: int = 16
+    max_queue: int = 1024
+    """Sequences that may wait while all of `max_num_seqs` run."""
+    request_timeout: float = 600.0
+    drain_timeout: float = 30.0
+    max_n: int = 16
+    max_logprobs: int = 20
+    max_stop: int = 16
+    max_body_bytes: int = 8 << 20

@@ -1,0 +1,86 @@
+"""Answers over a connection that may go away: whatever is being computed for it ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError, as_api_error
+
+T = TypeVar("T")
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events
+]
+
+encode = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):
+    """The connection was closed before the answer was complete; there is nobody to tell."""
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (raises ClientGone)."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: a JSON document each, `[DONE]` last, or an error event where the stream breaks."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, documents: AsyncGenerator[Any, None]) -> None:
+        super().__init__()
+        self._documents = documents
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._write(scope, send))
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async with aclosing(self._documents):
+                async for document in self._documents:
+                    await _send_event(send, encode(document))
+            await _send_event(send, b"[DONE]")
+        except Exception as error:
+            scope.setdefault("mgtp", {})["error"] = error
+            await _send_event(send, encode(as_api_error(error).document()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, content: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + content + b"\n\n", "more_body": True})
+
+
+async def collect(pieces: AsyncIterator[T]) -> list[T]:
+    """Everything an asynchronous iterator gives."""
+    return [piece async for piece in pieces]
+
+
+__all__ = ["ApiError", "ClientGone", "EventStream", "collect", "encode", "unless_gone"]

@@ -1,0 +1,235 @@
+"""`mgtp shard`, `plan` and `verify` as a shell sees them: output, JSON keys, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crashes import content
+from tests.processes import Finished, environment, mgtp, start
+from tests.tiny import write_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model") / "tiny", heads=8, kv=4, dtype="bfloat16")
+
+
+def failed(run: Finished, *words: str) -> None:
+    """Exactly one line of error and at most one of hint, after the lines of the log."""
+    lines = [line for line in run.err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert [line.split(":")[0] for line in lines] in (["error"], ["error", "hint"])
+    assert run.err.splitlines()[-len(lines) :] == lines
+    for word in words:
+        assert word in lines[0]
+    assert run.out == ""
+
+
+def test_shard_prints_the_folder(tmp_path: Path, model: Path) -> None:
+    run = mgtp(tmp_path, "shard", str(model), "--tp-size", "2", "--out", str(tmp_path / "set"))
+    assert run.out == f"{tmp_path / 'set'}\n"
+    assert "sharding" in run.err and "wrote" in run.err
+
+
+def test_shard_json(tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "set"
+    document = json.loads(mgtp(tmp_path, "shard", str(model), "--tp-size", "2", "--out", str(out), "--json").out)
+    assert set(document) == {"out", "tp_size", "dtype", "fingerprint", "total_bytes", "ranks", "notes", "seconds"}
+    assert document["dtype"] == "bfloat16" and document["tp_size"] == 2
+    assert document["fingerprint"].startswith("xxh3_128:")
+    for rank in document["ranks"]:
+        assert set(rank) == {"rank", "file", "bytes"}
+        assert (out / rank["file"]).stat().st_size == rank["bytes"]
+    plan = (out / "plan.json").stat().st_size
+    assert document["total_bytes"] == sum(p.stat().st_size for p in out.iterdir()) - plan
+
+
+def test_default_folder_is_in_the_current_one(tmp_path: Path, model: Path) -> None:
+    import sys
+
+    command = [sys.executable, "-m", "mgtp.cli", "shard", str(model), "--tp-size", "4"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=True)
+    assert run.stdout == "tiny-tp4\n"
+    assert (tmp_path / "tiny-tp4" / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--tp-size", "9"], 2, ["--tp-size 9", "8 q heads"]),
+        (["--tp-size", "0"], 2, ["--tp-size"]),
+        (["--tp-size", "1000000000"], 2, ["--tp-size 1000000000"]),
+        ([], 2, ["--tp-size"]),
+        (["--tp-size", "2", "--dtype", "int4"], 2, ["int4"]),
+        (["--tp-size", "2", "--shares", "2"], 2, ["--shares 2", "--tp-size is 2"]),
+        (["--tp-size", "2", "--threads", "0"], 2, ["--threads"]),
+        (["--tp-size", "2", "--revision", "main"], 2, ["--revision main"]),
+    ],
+)
+def test_wrong_options(tmp_path: Path, model: Path, options: list[str], code: int, words: list[str]) -> None:
+    failed(mgtp(tmp_path, "shard", str(model), "--out", str(tmp_path / "set"), *options, code=code), *words)
+    assert not (tmp_path / "set").exists()
+
+
+def test_missing_model(tmp_path: Path) -> None:
+    failed(mgtp(tmp_path, "shard", str(tmp_path / "nowhere"), "--tp-size", "2", code=3), "nowhere")
+
+
+def test_existing_set(tmp_path: Path, model: Path) -> None:
+    command = ("shard", str(model), "--tp-size", "2", "--out", str(tmp_path / "set"))
+    mgtp(tmp_path, *command)
+    failed(mgtp(tmp_path, *command, code=2), "already holds a shard set")
+    mgtp(tmp_path, *command, "--force")
+
+
+def test_unequal_shares(tmp_path: Path, model: Path) -> None:
+    mgtp(tmp_path, "shard", str(model), "--tp-size", "3", "--shares", "4,2,2", "--out", str(tmp_path / "set"))
+    plan = json.loads((tmp_path / "set" / "plan.json").read_text())
+    assert plan["shares"] == [2, 1, 1]
+    assert plan["axes"]["kv_heads"]["ranges"] == [[0, 2], [2, 3], [3, 4]]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_run_continues(tmp_path: Path, number: int, code: int) -> None:
+    """One line, the exit code of the signal, a folder that is no shard set, and the same bytes after another run."""
+    big = write_llama(tmp_path / "big", hidden=512, ffn=2048, layers=8, vocab=16000)
+    command = ("shard", str(big), "--tp-size", "2", "--out")
+    out = tmp_path / "set"
+    process = start(tmp_path, *command, str(out))
+    deadline = time.monotonic() + 60
+    while not list(out.glob("*.partial")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("the run was faster than the signal")
+    assert process.returncode == code and "Traceback" not in err
+    failed(mgtp(tmp_path, "verify", str(out), code=3), "unfinished shard set")
+    mgtp(tmp_path, *command, str(out))
+    mgtp(tmp_path, *command, str(tmp_path / "fresh"))
+    assert content(out) == content(tmp_path / "fresh")
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def plan_json(tmp_path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    return json.loads(mgtp(tmp_path, "plan", *arguments, "--json", code=code).out)
+
+
+def test_plan_json(tmp_path: Path, model: Path) -> None:
+    document = plan_json(tmp_path, str(model), "--tp-size", "3")
+    assert set(document) == {
+        "model", "is_shard_set", "architecture", "tp_size", "dtype", "shares", "fingerprint", "total_weight_bytes",
+        "imbalance", "even_tp_sizes", "axes", "ties", "notes", "ranks", "fit",
+    }  # fmt: skip
+    assert set(document["ranks"][0]) == {
+        "rank", "file", "file_bytes", "weight_bytes", "parts", "kv_bytes_per_token", "window_bytes_per_sequence",
+        "state_bytes_per_sequence", "workspace_bytes",
+    }  # fmt: skip
+    assert document["fingerprint"] is None and document["is_shard_set"] is False
+    assert document["even_tp_sizes"] == [1, 2, 4, 8]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_is_what_shard_writes(tmp_path: Path, model: Path) -> None:
+    before = plan_json(tmp_path, str(model), "--tp-size", "3")
+    mgtp(tmp_path, "shard", str(model), "--tp-size", "3", "--out", str(tmp_path / "set"))
+    after = plan_json(tmp_path, str(tmp_path / "set"))
+    assert after["is_shard_set"] is True and after["fingerprint"]
+    for key in ("ranks", "axes", "ties", "shares", "total_weight_bytes", "imbalance"):
+        assert before[key] == after[key]
+    for rank in after["ranks"]:
+        assert (tmp_path / "set" / rank["file"]).stat().st_size == rank["file_bytes"]
+    again = plan_json(tmp_path, str(tmp_path / "set"), "--tp-size", "2")
+    assert (
+        again["is_shard_set"] is False and again["ranks"] == plan_json(tmp_path, str(model), "--tp-size", "2")["ranks"]
+    )
+
+
+def test_plan_needs_a_tp_size_for_a_checkpoint(tmp_path: Path, model: Path) -> None:
+    failed(mgtp(tmp_path, "plan", str(model), code=2), "--tp-size is missing")
+
+
+def test_plan_fits(tmp_path: Path, model: Path) -> None:
+    options = (str(model), "--tp-size", "3", "--device-memory", "24GiB,12GiB,12GiB", "--max-model-len", "200")
+    fit = plan_json(tmp_path, *options)["fit"]
+    assert set(fit) == {
+        "fits", "max_model_len", "longest_context", "max_sequences", "smallest_tp_size", "proposed_shares",
+        "proposed_longest_context", "ranks",
+    }  # fmt: skip
+    assert fit["fits"] is True and fit["proposed_shares"] == [2, 1, 1] and fit["max_model_len"] == 200
+    text = mgtp(tmp_path, "plan", *options).out
+    assert "fits: up to 256 tokens" in text and "--shares 2,1,1" in text
+
+
+def test_plan_does_not_fit(tmp_path: Path, model: Path) -> None:
+    """Exit 4, after the table or the document."""
+    options = (str(model), "--tp-size", "2", "--device-memory", "512MiB")
+    assert plan_json(tmp_path, *options, code=4)["fit"]["fits"] is False
+    run = mgtp(tmp_path, "plan", *options, code=4)
+    assert "does not fit" in run.out and "error: " in run.err and "hint: " in run.err
+
+
+@pytest.mark.parametrize("size", ["24", "x", "24GiB,12GiB,1GiB"])
+def test_plan_wrong_memory(tmp_path: Path, model: Path, size: str) -> None:
+    code = 4 if size == "24" else 2
+    mgtp(tmp_path, "plan", str(model), "--tp-size", "2", "--device-memory", size, code=code)
+
+
+def test_plan_table(tmp_path: Path, model: Path) -> None:
+    lines = mgtp(tmp_path, "plan", str(model), "--tp-size", "8").out.splitlines()
+    assert lines[0].split() == ["rank", "q", "heads", "kv", "heads", "ffn", "vocab", "weights", "KV/token"]
+    assert lines[1].split()[:5] == ["0", "1", "1", "16", "40"]
+    assert any("copied to several ranks: kv heads" in line for line in lines)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path, model: Path) -> Path:
+    mgtp(tmp_path, "shard", str(model), "--tp-size", "2", "--out", str(tmp_path / "set"))
+    return tmp_path / "set"
+
+
+def test_verify(tmp_path: Path, model: Path, written: Path) -> None:
+    assert mgtp(tmp_path, "verify", str(written), "--against", str(model)).out.startswith("ok: 2 rank files")
+    document = json.loads(mgtp(tmp_path, "verify", str(written), "--json").out)
+    assert set(document) == {"ok", "tp_size", "fingerprint", "bytes", "against", "faults", "seconds"}
+    assert document["ok"] is True and document["faults"] == []
+
+
+def test_verify_names_what_is_damaged(tmp_path: Path, written: Path) -> None:
+    path = written / "rank-1-of-2.safetensors"
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    run = mgtp(tmp_path, "verify", str(written), code=3)
+    assert "rank-1-of-2.safetensors" in run.err and "lm_head.weight" in run.err
+    document = json.loads(mgtp(tmp_path, "verify", str(written), "--json", code=3).out)
+    assert [(f["file"], f["tensor"]) for f in document["faults"]] == [(path.name, "lm_head.weight")]
+
+
+def test_verify_against_another_model(tmp_path: Path, written: Path) -> None:
+    other = write_llama(tmp_path / "other", dtype="bfloat16", seed=1)
+    failed(mgtp(tmp_path, "verify", str(written), "--against", str(other), code=3), "not the checkpoint's")
+
+
+def test_verify_truncated_file(tmp_path: Path, written: Path) -> None:
+    path = written / "rank-0-of-2.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    failed(mgtp(tmp_path, "verify", str(written), code=3), "rank-0-of-2.safetensors", "the plan says")
+
+
+def test_moved_set_is_still_right(tmp_path: Path, model: Path, written: Path) -> None:
+    shutil.copytree(written, tmp_path / "copy")
+    mgtp(tmp_path, "verify", str(tmp_path / "copy"), "--against", str(model))
