@@ -5,10 +5,13 @@ python benchmarks/kernel_timing.py [products] [decode] [prefill]
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +34,13 @@ MATRICES = {
 }
 ONE_TOKEN = [Tiling(*t) for t in ((1, 2048, 4), (2, 2048, 4), (1, 1024, 2), (2, 1024, 4), (4, 1024, 4), (1, 4096, 8))]
 MANY_TOKENS = [
-    Tiling(*t)
-    for t in (
-        (16, 256, 4, 4), (16, 256, 4, 4, 4096), (16, 512, 4, 3, 4096), (16, 128, 4, 6), (32, 128, 4, 4),
-        (32, 128, 4, 4, 2048), (32, 256, 8, 4), (64, 128, 4, 4), (64, 128, 4, 4, 2048), (64, 64, 4, 6), (128, 64, 8, 4),
-    )
+    Tiling(*t, splits=splits)
+    for t, choices in {
+        (64, 128, 4, 4): (1, 2, 4, 8), (64, 128, 4, 6): (2, 4), (64, 256, 4, 3): (2, 4), (64, 64, 4, 8): (2, 4),
+        (32, 128, 4, 5): (1, 2, 4), (32, 256, 4, 4): (1, 2), (16, 256, 4, 6): (1, 2), (64, 64, 4, 6): (1, 2, 4),
+        (128, 64, 4, 6): (1, 2, 4, 8), (128, 128, 8, 3): (1, 2, 4), (128, 64, 8, 4): (1, 2, 4),
+    }.items()
+    for splits in choices
 ]  # fmt: skip
 
 
@@ -52,20 +57,24 @@ def weights(name: str, copies: int) -> list[torch.Tensor]:
     return [torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") * 0.02 for _ in range(copies)]
 
 
-def tilings(tokens: int) -> list[Tiling]:
+def tilings(name: str, tokens: int) -> list[Tiling]:
     if tokens == 1:
         return ONE_TOKEN
-    return [t for t in MANY_TOKENS if tokens < 64 or t.rows >= 32]
+    return [t for t in MANY_TOKENS if (tokens < 64 or t.rows >= 64) and (name != "head" or t.splits == 1)]
 
 
-COUNTS = (1, 8, 32, 128)
+COUNTS = (1, 8, 32, 64, 128)
+PREFILL_TILINGS = (
+    (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 4), (64, 64, 4, 3),
+    (64, 128, 4, 2), (64, 32, 4, 4), (128, 64, 4, 3),
+)  # fmt: skip
 SPLITS = (1, 2, 4, 8, 16, 32)
 DECODE_TILINGS = ((64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 4, 4), (32, 4, 6), (32, 2, 4), (128, 8, 3))
 
 
 def compile_all(products: bool, decode: bool) -> None:
     """Compile every variant in processes of their own, before this one touches CUDA."""
-    jobs = [(name, n, t) for n in COUNTS for name in MATRICES for t in tilings(n)] if products else []
+    jobs = [(name, n, t) for n in COUNTS for name in MATRICES for t in tilings(name, n)] if products else []
     variants = [(s, t) for s in SPLITS for t in DECODE_TILINGS] if decode else []
     with multiprocessing.get_context("fork").Pool(16) as pool:
         pending = [pool.apply_async(compile_product, job) for job in jobs]
@@ -93,13 +102,14 @@ def compile_product(name: str, tokens: int, tiling: Tiling) -> None:
 
 def time_products() -> None:
     counts = COUNTS
-    for name, (rows, columns, _) in MATRICES.items():
+    chosen: dict[str, list[int]] = {}
+    for name, (rows, columns, activation) in MATRICES.items():
         size = rows * columns * 2
         copies = weights(name, max(2, min(8, (800 << 20) // size)))
         for tokens in counts:
             x = torch.randn(tokens, columns, dtype=torch.bfloat16, device="cuda")
             found = {}
-            for tiling in (None, *tilings(tokens)):
+            for tiling in (None, *tilings(name, tokens)):
                 try:
                     time = seconds_in_graph([product_job(name, tokens, tiling, w, x) for w in copies], 4)
                 except Exception as error:
@@ -108,14 +118,13 @@ def time_products() -> None:
                 found[tiling] = (time, "")
             base = found.pop(None)[0]
             best = sorted(found.items(), key=lambda item: item[1][0])[:4]
-            shown = "  ".join(
-                f"{t.rows}x{t.columns}w{t.warps}s{t.stages}p{t.prefetch} {v[0] * 1e6:.1f}" for t, v in best
-            )
+            shown = "  ".join(f"{t.rows}x{t.columns}w{t.warps}s{t.stages}k{t.splits} {v[0] * 1e6:.1f}" for t, v in best)
             print(
                 f"{name:8} T={tokens:<4} cublas {base * 1e6:7.1f} us {size / base / 1e12:.2f} TB/s | {shown}",
                 flush=True,
             )
         del copies
+    Path(os.environ.get("OUT", "."), "tilings.json").write_text(json.dumps(chosen))
 
 
 class Cache:
@@ -161,7 +170,6 @@ def time_decode() -> None:
 
 def time_prefill() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.varlen import varlen_attn
 
     softmax = Softmax(128**-0.5)
     for sequences, context in ((1, 512), (16, 512), (1, 8000)):
@@ -171,14 +179,10 @@ def time_prefill() -> None:
         k, v = (torch.randn(tokens, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         starts = torch.arange(0, tokens + 1, context, dtype=torch.int32, device="cuda")
         lens = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
+        layer, lists = cache.layers[0], (cache.table, cache.rows, starts, lens, context, softmax)
         ways: dict[str, Job] = {
-            "ours": lambda: prefill_attention(
-                q, cache.layers[0], cache.table, cache.rows, starts, lens, context, softmax
-            )
+            f"ours {tiling}": partial(prefill_attention, q, layer, *lists, tiling=tiling) for tiling in PREFILL_TILINGS
         }
-        for name, options in (("varlen", {"window_size": (-1, 0), "enable_gqa": True}), ("varlen-", {"is_causal": True}),
-                              ("varlen+", {"window_size": (-1, 0)})):  # fmt: skip
-            ways[name] = partial(varlen_attn, q, k, v, starts, starts, context, context, **options)
 
         def cudnn() -> torch.Tensor:
             heads = [t.view(sequences, context, -1, 128).transpose(1, 2) for t in (q, k, v)]

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 from typing import Any
 
 
-def set_up_logging(level: str) -> None:
-    """Send log records to stderr as plain lines."""
+def set_up_logging(level: str, form: str = "text") -> None:
+    """Send log records to stderr as plain lines, or with `form` 'json' as a JSON object each."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s" if level == "debug" else "%(message)s"))
+    plain = logging.Formatter("%(levelname).1s %(message)s" if level == "debug" else "%(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else plain)
     root = logging.getLogger("mgtp")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON; what is passed as `extra={"fields": {...}}` becomes keys of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None)
+        message = {"event": "request", **fields} if fields else {"message": record.getMessage()}
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        return json.dumps({"time": when, "level": record.levelname.lower(), "logger": record.name, **message})
 
 
 def stderr_is_terminal() -> bool:

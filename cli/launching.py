@@ -113,7 +113,7 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
     """Ranks of `shard_set`, started with progress on stderr, and gone when the block ends."""
     from ..runtime.launch.start import start_ranks
 
-    with _progress(shard_set.plan.tp_size) as on_stage:
+    with show_stages(shard_set.plan.tp_size) as on_stage:
         started = start_ranks(shard_set, options, on_stage)
     with started.group:
         tokens = started.ready[0].kv_cache_tokens
@@ -122,7 +122,7 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
 
 
 @contextmanager
-def _progress(tp_size: int):
+def show_stages(tp_size: int):
     """A callback for stages: a live line on a terminal, nothing otherwise (a line per rank and stage says too much)."""
     from .console import stderr_is_terminal
 

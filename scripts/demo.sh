@@ -29,10 +29,10 @@ heading "2. What each of two ranks would get"
 run mgtp plan "$MODEL" --tp-size 2 --dtype float32
 
 heading "3. One file per rank"
-if [[ -e $SHARDS/plan.json ]]; then
-  echo "there from an earlier run"
-  run mgtp verify "$SHARDS"
+if [[ -e $SHARDS/plan.json ]] && run mgtp verify "$SHARDS"; then
+  echo "(written by an earlier run; delete .demo to see it made)"
 else
+  rm -rf "$SHARDS"
   run mgtp shard "$MODEL" --tp-size 2 --dtype float32 --out "$SHARDS"
 fi
 

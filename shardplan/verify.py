@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from .errors import CheckpointError
 from .hashing import hash_file_range
 from .names import canonical_name
@@ -117,9 +119,10 @@ def _compare_tensor(
         cut = slices[r].source
         assert cut is not None
         for part in part_of_window(values, start, cut):
-            data = as_bytes(convert(part, slices[r].dtype, info.name))
-            is_equal[r] &= os.pread(fds[r], len(data), positions[r]) == data
-            positions[r] += len(data)
+            wanted = as_bytes(convert(part, slices[r].dtype, info.name))
+            held = np.frombuffer(os.pread(fds[r], len(wanted), positions[r]), np.uint8)
+            is_equal[r] &= np.array_equal(held, wanted)
+            positions[r] += len(wanted)
 
     for start, stop in windows(info):
         values = source.rows(info.name, start, stop)

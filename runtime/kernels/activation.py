@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch_options, start_dependents, wait_for_inputs
+from .launch import Kernel, start_dependents, wait_for_inputs
 
 
 @triton.jit
@@ -55,6 +55,9 @@ def _gated_activation(
     tl.store(out_ptr + row * SIZE + columns, gated(gate, up, ACT, dtype).to(dtype), mask=inside)
 
 
+_kernel = Kernel(_gated_activation)
+
+
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """[T, 2 I], gate before up -> [T, I]"""
     gate_up = gate_up.contiguous()
@@ -62,7 +65,6 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     out = gate_up.new_empty((tokens, size))
     if tokens:
         block = min(2048, triton.next_power_of_2(size))
-        _gated_activation[(tokens, triton.cdiv(size, block))](
-            gate_up, out, SIZE=size, BLOCK=block, ACT=activation, **launch_options(out, num_warps=4)
-        )
+        constants = {"SIZE": size, "BLOCK": block, "ACT": activation}
+        _kernel((tokens, triton.cdiv(size, block)), (gate_up, out), constants, warps=4)
     return out

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .activation import tanh
-from .launch import dot, launch_options, num_processors, precision, start_dependents, wait_for_inputs
+from .launch import Kernel, dot, num_processors, precision, start_dependents, wait_for_inputs
 from .rotary import HeadNorm, Rotation, load_rotated, norm_arguments, norm_flags
 
 LOG2_E = 1.4426950408889634
@@ -36,10 +36,9 @@ class Softmax:
 @triton.jit
 def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
     """Raw dot products to exponents of two: scaled, and capped as cap * tanh(s / cap) (Gemma 2)."""
-    scores = scores * scale
     if CAPPED:
-        scores = cap * tanh(scores / cap)
-    return scores * 1.4426950408889634
+        return cap * 1.4426950408889634 * tanh(scores * (scale / cap))
+    return scores * (scale * 1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -168,20 +167,28 @@ def _add_up_splits(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
 
 
-MAX_SPLITS = 16
+MAX_SPLITS = 32
+
+_kernel = Kernel(_decode_attention)
 
 
-def num_splits(sequences: int, kv: int, processors: int) -> int:
-    """Splits that fill the device about twice: a power of two, since they are added up as one tensor."""
-    wanted = max(1, 2 * processors // (sequences * kv))
-    return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1))
+def choose_tiling(units: int, wide: int, itemsize: int, processors: int) -> tuple[int, tuple[int, int, int]]:
+    """(splits, (keys at a time, warps, pipeline stages)) for `units` sequences times kv heads, each `wide` dimensions.
 
-
-def choose_tiling(wide: int, itemsize: int) -> tuple[int, int, int]:
-    """(keys at a time, warps, pipeline stages) for heads of `wide` padded dimensions."""
+    What won on an H200 (docs/performance.md): enough programs to fill it about twice, and the fewer there are, the
+    deeper each one's pipeline. Splits are a power of two, since they are added up as one tensor.
+    """
+    wanted = max(1, 2 * processors // units)
+    splits = min(MAX_SPLITS, 1 << (wanted.bit_length() - 1))
     if itemsize > 2:
-        return (64 if wide <= 128 else 16), 4, 2
-    return (64 if wide <= 128 else (32 if wide <= 256 else 16)), 4, 3
+        return splits, ((64, 4, 2) if wide <= 128 else (16, 4, 2))
+    if wide > 128:
+        return splits, ((32, 4, 3) if wide <= 256 else (16, 4, 2))
+    if units <= 16:
+        return splits, (32, 4, 6)
+    if units <= 128:
+        return max(1, splits // 2), (128, 8, 3)
+    return splits, ((64, 4, 4) if units <= 4 * processors else (64, 4, 2))
 
 
 def decode_attention(
@@ -212,20 +219,29 @@ def decode_attention(
     groups = q.shape[1] // dim // kv - (2 if fused else 0)
     pad, wide = triton.next_power_of_2(groups), triton.next_power_of_2(dim)
     out = q.new_empty((count, kv * groups * dim))
-    splits = splits or num_splits(count, kv, num_processors(q.device))
+    if splits == 0:
+        splits, tiling = choose_tiling(count * kv, wide, q.element_size(), num_processors(q.device))
     scratch = torch.empty(count * kv * splits * pad * (wide + 2), dtype=torch.float32, device=q.device)
     partial, stats = scratch, scratch[count * kv * splits * pad * wide :]
     cos_sin = rotation.cos_sin if rotation is not None else scratch
-    block, warps, stages = tiling or choose_tiling(wide, q.element_size())
-    _decode_attention[(count, kv, splits)](
-        q, k_cache, v_cache, table, rows, positions, out, partial, stats, counters,
-        cos_sin, *norm_arguments(norms, cos_sin), cos_sin if softmax.sinks is None else softmax.sinks,
-        q.stride(0), table.stride(0), softmax.scale, softmax.cap, softmax.window,
-        KV=kv, G=groups, G_PAD=pad, G_DOT=max(16, pad), D=dim, D_PAD=wide, SIZE=size, BLOCK=block,
-        SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits),
-        FUSED=fused, ROT=rotation.cos_sin.shape[1] if rotation is not None else 0,
-        INTERLEAVED=rotation is not None and rotation.interleaved, BY_TOKEN=rotation is not None and rotation.by_token,
-        **norm_flags(norms), WINDOWED=softmax.window > 0, CAPPED=softmax.cap > 0, SINKS=softmax.sinks is not None,
-        PRECISION=precision(q), **launch_options(q, num_warps=warps, num_stages=stages),
+    block, warps, stages = tiling or (64, 4, 2)
+    _kernel(
+        (count, kv, splits),
+        (
+            q, k_cache, v_cache, table, rows, positions, out, partial, stats, counters,
+            cos_sin, *norm_arguments(norms, cos_sin), cos_sin if softmax.sinks is None else softmax.sinks,
+            q.stride(0), table.stride(0), softmax.scale, softmax.cap, softmax.window,
+        ),
+        {
+            "KV": kv, "G": groups, "G_PAD": pad, "G_DOT": max(16, pad), "D": dim, "D_PAD": wide, "SIZE": size,
+            "BLOCK": block, "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits), "FUSED": fused,
+            "ROT": rotation.cos_sin.shape[1] if rotation is not None else 0,
+            "INTERLEAVED": rotation is not None and rotation.interleaved,
+            "BY_TOKEN": rotation is not None and rotation.by_token, **norm_flags(norms),
+            "WINDOWED": softmax.window > 0, "CAPPED": softmax.cap > 0, "SINKS": softmax.sinks is not None,
+            "PRECISION": precision(q),
+        },
+        warps=warps,
+        stages=stages,
     )  # fmt: skip
     return out

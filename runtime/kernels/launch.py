@@ -24,11 +24,39 @@ def _has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(x: torch.Tensor, **options: Any) -> dict[str, Any]:
-    """Keyword arguments for a kernel on `x`'s device: `options`, and PDL where the device has it."""
-    if INTERPRETED or not _has_dependent_launch(x.device):
-        return {**options, "PDL": False}
-    return {**options, "PDL": True, "launch_pdl": True}
+class Kernel:
+    """A Triton kernel with a short way to launch what has been compiled already.
+
+    Triton's own way takes tens of microseconds, which a prefill step of a few hundred kernels cannot hide. Runtime
+    arguments come first in the kernel's signature, then constants, the last of which is PDL.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._compiled: dict[tuple, Any] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any], *, warps: int, stages: int = 3
+    ) -> None:
+        """Launch on the current stream. The first argument is a tensor on the device to use."""
+        pdl = not INTERPRETED and _has_dependent_launch(arguments[0].device)
+        constants["PDL"] = pdl
+        key = (tuple(constants.values()), warps, stages, *map(_specialization, arguments))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            options = {"launch_pdl": True} if pdl else {}
+            compiled = self.function[grid](*arguments, **constants, num_warps=warps, num_stages=stages, **options)
+            if not INTERPRETED:
+                self._compiled[key] = compiled
+            return
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
+
+
+def _specialization(argument: Any) -> Any:
+    """What Triton compiles a kernel for, besides its constants: dtypes, and what is a multiple of 16."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return (argument % 16 == 0, argument == 1) if isinstance(argument, int) else None
 
 
 @lru_cache

@@ -7,6 +7,7 @@ tensor cores take W's rows as one operand and the tokens, filled up to 16, as th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -15,27 +16,29 @@ import triton.language as tl
 
 from . import INTERPRETED
 from .activation import gated, gated_activation
-from .launch import dot, launch_options, precision, prefetch, start_dependents, wait_for_inputs
+from .launch import Kernel, dot, precision, prefetch, start_dependents, wait_for_inputs
 
 
 @dataclass(frozen=True)
 class Tiling:
     """How a kernel cuts the work: output rows a program, columns at a time, warps, pipeline stages.
 
-    `prefetch`: bytes of each row that are asked for while the kernel before still runs.
+    `splits`: programs that share the columns of a row. `ahead`: columns of each row, after the first block, that are
+    asked for while the kernel before still runs.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int = 1
-    prefetch: int = 0
+    splits: int = 1
+    ahead: int = 0
 
 
 @triton.jit
 def _row_products(
     x_ptr, w_ptr, bias_ptr, y_ptr, N,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: y[n] = sum_k x[k] W[n, k]. GATED: W holds N gate rows, then N up rows; y = act(gate) * up."""
@@ -51,6 +54,11 @@ def _row_products(
     u = w
     if GATED:
         u = tl.load(w_at + N.to(tl.int64) * K, mask=mask, other=0.0, eviction_policy="evict_first")
+    if PDL and AHEAD > 0:
+        row = w_ptr + tl.where(inside, rows, 0).to(tl.int64) * K
+        _prefetch_columns(row, BLOCK, AHEAD)
+        if GATED:
+            _prefetch_columns(row + N.to(tl.int64) * K, BLOCK, AHEAD)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
     total = w.to(tl.float32) * x
@@ -74,45 +82,97 @@ def _row_products(
     tl.store(y_ptr + rows, y.to(dtype), mask=inside)
 
 
+@triton.jit
+def _prefetch_columns(row, first, NUMBER: tl.constexpr):
+    """Ask for NUMBER columns from `first` on, of rows that begin at pointers `row`, in pieces of 64."""
+    pieces = tl.arange(0, NUMBER // 64) * 64
+    prefetch(row[:, None] + first + pieces[None, :], 64 * (row.dtype.element_ty.primitive_bitwidth // 8))
+
+
 @triton.jit(do_not_specialize=["T"])
 def _tile_products(
-    x_ptr, w_ptr, bias_ptr, y_ptr, T, N,
-    K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, partial, counters, T, N,
+    K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to TOKENS tokens: y[t, n] = sum_k x[t, k] W[n, k], ROWS rows a program. GATED as above."""
+    """Up to TOKENS tokens: y[t, n] = sum_k x[t, k] W[n, k], ROWS rows a program. GATED as above.
+
+    With SPLITS programs a row the last one to finish adds up their parts, in their order.
+    """
     start_dependents(PDL)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    rows = tile * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     columns = tl.arange(0, BLOCK)
-    dtype = y_ptr.dtype.element_ty
     inside, present = rows < N, tokens < T
-    w_row = tl.where(inside, rows, 0).to(tl.int64) * K
-    if PDL:
-        if AHEAD > 0:
-            pieces = tl.arange(0, 8) * (AHEAD // 8)
-            prefetch(w_ptr + w_row[:, None] + pieces[None, :], AHEAD // 8 * (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    share: tl.constexpr = (K + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
+    begin = split * share
+    end = tl.minimum(begin + share, K)
+    w_row = w_ptr + tl.where(inside, rows, 0).to(tl.int64) * K
+    if PDL and AHEAD > 0:
+        _prefetch_columns(w_row, begin, AHEAD)
+        if GATED:
+            _prefetch_columns(w_row + N.to(tl.int64) * K, begin, AHEAD)
     wait_for_inputs(PDL)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
-    total_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    up = tl.zeros([ROWS, TOKENS], tl.float32)
     x_at = x_ptr + tokens[None, :] * K + columns[:, None]
-    w_at = w_ptr + w_row[:, None] + columns[None, :]
-    for start in range(0, K, BLOCK):
+    w_at = w_row[:, None] + columns[None, :]
+    for start in range(begin, end, BLOCK):
         within = start + columns < K
         x = tl.load(x_at + start, mask=present[None, :] & within[:, None], other=0.0)
         w = tl.load(w_at + start, mask=within[None, :], other=0.0, eviction_policy="evict_first")
         total = dot(w, x, total, PRECISION)
         if GATED:
             u = tl.load(w_at + N.to(tl.int64) * K + start, mask=within[None, :], other=0.0, eviction_policy="evict_first")
-            total_up = dot(u, x, total_up, PRECISION)
+            up = dot(u, x, up, PRECISION)
+    if SPLITS == 1:
+        _finish_tile(total, up, bias_ptr, y_ptr, rows, tokens, inside, present, N, HAS_BIAS, GATED, ACT)
+    else:
+        size: tl.constexpr = ROWS * TOKENS * (2 if GATED else 1)
+        at = tl.arange(0, ROWS)[:, None] * TOKENS + tokens[None, :]
+        parts = partial + tile.to(tl.int64) * (SPLITS * size) + at
+        tl.store(parts + split * size, total)
+        if GATED:
+            tl.store(parts + split * size + ROWS * TOKENS, up)
+        tl.debug_barrier()  # every thread's part is written before one of them counts this program as done
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros([ROWS, TOKENS], tl.float32)
+            up = tl.zeros([ROWS, TOKENS], tl.float32)
+            for i in tl.static_range(SPLITS):
+                total += tl.load(parts + i * size, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(parts + i * size + ROWS * TOKENS, cache_modifier=".cg")
+            _finish_tile(total, up, bias_ptr, y_ptr, rows, tokens, inside, present, N, HAS_BIAS, GATED, ACT)
+            tl.store(counters + tile, 0)
+
+
+@triton.jit
+def _finish_tile(
+    total, up, bias_ptr, y_ptr, rows, tokens, inside, present, N,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, and the store of [ROWS, TOKENS] sums."""
+    dtype = y_ptr.dtype.element_ty
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
         if HAS_BIAS:
-            total_up += tl.load(bias_ptr + N + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-        total = gated(total, total_up, ACT, dtype)
+            up += tl.load(bias_ptr + N + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total = gated(total, up, ACT, dtype)
     y_at = y_ptr + tokens[None, :] * N + rows[:, None]
     tl.store(y_at, total.to(dtype), mask=present[None, :] & inside[:, None])
+
+
+_row_kernel, _tile_kernel = Kernel(_row_products), Kernel(_tile_products)
+
+
+@lru_cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zeros that every launch leaves as zeros: one a tile of rows."""
+    with torch.inference_mode(False):
+        return torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
 def row_products(
@@ -121,11 +181,14 @@ def row_products(
     """x [1, K] times weight [N, K] -> [1, N]; with an activation, weight [2 N, K] is gate over up -> [1, N]"""
     size = weight.shape[0] // 2 if activation else weight.shape[0]
     y = x.new_empty((1, size))
-    _row_products[(triton.cdiv(size, tiling.rows),)](
-        x, weight, weight if bias is None else bias, y, size,
-        K=weight.shape[1], ROWS=tiling.rows, BLOCK=tiling.columns,
-        HAS_BIAS=bias is not None, GATED=bool(activation), ACT=activation,
-        **launch_options(x, num_warps=tiling.warps),
+    _row_kernel(
+        (triton.cdiv(size, tiling.rows),),
+        (x, weight, weight if bias is None else bias, y, size),
+        {
+            "K": weight.shape[1], "ROWS": tiling.rows, "BLOCK": tiling.columns, "AHEAD": tiling.ahead,
+            "HAS_BIAS": bias is not None, "GATED": bool(activation), "ACT": activation,
+        },
+        warps=tiling.warps,
     )  # fmt: skip
     return y
 
@@ -137,11 +200,21 @@ def tile_products(
     size = weight.shape[0] // 2 if activation else weight.shape[0]
     tokens = len(x)
     y = x.new_empty((tokens, size))
-    _tile_products[(triton.cdiv(size, tiling.rows),)](
-        x, weight, weight if bias is None else bias, y, tokens, size,
-        K=weight.shape[1], TOKENS=max(16, triton.next_power_of_2(tokens)), ROWS=tiling.rows, BLOCK=tiling.columns,
-        AHEAD=tiling.prefetch // x.element_size(), HAS_BIAS=bias is not None, GATED=bool(activation), ACT=activation,
-        PRECISION=precision(x), **launch_options(x, num_warps=tiling.warps, num_stages=tiling.stages),
+    padded, tiles = max(16, triton.next_power_of_2(tokens)), triton.cdiv(size, tiling.rows)
+    partial = y
+    if tiling.splits > 1:
+        parts = tiles * tiling.rows * padded * tiling.splits * (2 if activation else 1)
+        partial = torch.empty(parts, dtype=torch.float32, device=x.device)
+    _tile_kernel(
+        (tiles, tiling.splits),
+        (x, weight, weight if bias is None else bias, y, partial, _counters(x.device), tokens, size),
+        {
+            "K": weight.shape[1], "TOKENS": padded, "ROWS": tiling.rows, "BLOCK": tiling.columns,
+            "SPLITS": tiling.splits, "AHEAD": tiling.ahead, "HAS_BIAS": bias is not None, "GATED": bool(activation),
+            "ACT": activation, "PRECISION": precision(x),
+        },
+        warps=tiling.warps,
+        stages=tiling.stages,
     )  # fmt: skip
     return y
 
@@ -150,7 +223,7 @@ def choose(tokens: int, rows: int, columns: int, itemsize: int, gated: bool) -> 
     """The tiling that won on an H200 for such a product (docs/performance.md); None where cuBLAS did."""
     if tokens == 1:
         block = min(2048, triton.next_power_of_2(columns)) * 2 // itemsize
-        return Tiling(rows=1 if gated or rows < 8192 else 2, columns=max(16, block), warps=4)
+        return Tiling(rows=2 if columns > 8192 or (rows > 8192 and not gated) else 1, columns=max(16, block), warps=4)
     return None
 
 

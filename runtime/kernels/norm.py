@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch_options, start_dependents, wait_for_inputs
+from .launch import Kernel, start_dependents, wait_for_inputs
 
 
 @triton.jit
@@ -44,6 +44,9 @@ def _add_rms_norm(
     tl.store(normed_ptr + at, normed.to(dtype), mask=inside)
 
 
+_kernel = Kernel(_add_rms_norm)
+
+
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -60,10 +63,14 @@ def add_rms_norm(
     size = x.shape[-1]
     if x.numel():
         block = triton.next_power_of_2(size)
-        _add_rms_norm[(x.numel() // size,)](
-            x, x if residual is None else residual.contiguous(), x if weight is None else weight, normed, total, eps,
-            SIZE=size, BLOCK=block, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-            ONE_PLUS=one_plus, CAST_FIRST=cast_first,
-            **launch_options(x, num_warps=min(16, max(1, block // 512))),
+        second = x if residual is None else residual.contiguous()
+        _kernel(
+            (x.numel() // size,),
+            (x, second, x if weight is None else weight, normed, total, eps),
+            {
+                "SIZE": size, "BLOCK": block, "HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None,
+                "ONE_PLUS": one_plus, "CAST_FIRST": cast_first,
+            },
+            warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return normed, total

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .decode_attention import Softmax, scores_to_exponents
-from .launch import dot, launch_options, precision, start_dependents, wait_for_inputs
+from .launch import Kernel, dot, precision, start_dependents, wait_for_inputs
 
 
 @triton.jit
@@ -106,6 +106,16 @@ def _prefill_attention(
     tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_kernel = Kernel(_prefill_attention)
+
+
+def choose_tiling(wide: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(queries and keys at a time, warps, pipeline stages) for heads of `wide` padded dimensions."""
+    if itemsize == 4 or wide > 256:
+        return 32, 16, 4, 2
+    return (128, 64, 8, 3) if wide <= 128 else (64, 32, 4, 2)
+
+
 def prefill_attention(
     q: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
@@ -115,25 +125,33 @@ def prefill_attention(
     kv_lens: torch.Tensor,
     longest: int,
     softmax: Softmax,
+    *,
+    tiling: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
     """q [T, kv*G, D], rotated, sequence s being tokens [starts[s], starts[s + 1]) -> [T, kv*G*D].
 
     `cache`: keys and values, each [B, S, kv, D], the new ones included. int32: `rows` [S], each sequence's row in
     `table` [R, blocks]; `starts` [S + 1]; `kv_lens` [S], tokens in the cache. `longest`: tokens of the longest one.
+    `tiling`: queries and keys at a time, warps, pipeline stages.
     """
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
     q = q.contiguous()
     heads, wide = q.shape[1], triton.next_power_of_2(dim)
     out = torch.empty_like(q)
-    small = q.element_size() == 4 or wide > 256
-    queries, block = (32, 16) if small else ((128, 64) if wide <= 128 else (64, 32))
-    _prefill_attention[(triton.cdiv(longest, queries), heads, len(rows))](
-        q, k_cache, v_cache, table, starts, rows, kv_lens, out, q if softmax.sinks is None else softmax.sinks,
-        table.stride(0), softmax.scale, softmax.cap, softmax.window,
-        KV=kv, G=heads // kv, D=dim, D_PAD=wide, SIZE=size, QUERIES=queries, BLOCK=block,
-        WINDOWED=softmax.window > 0, CAPPED=softmax.cap > 0, SINKS=softmax.sinks is not None,
-        PRECISION=precision(q),
-        **launch_options(q, num_warps=8 if queries == 128 else 4, num_stages=3 if wide <= 128 and not small else 2),
+    queries, block, warps, stages = tiling or choose_tiling(wide, q.element_size())
+    _kernel(
+        (triton.cdiv(longest, queries), heads, len(rows)),
+        (
+            q, k_cache, v_cache, table, starts, rows, kv_lens, out, q if softmax.sinks is None else softmax.sinks,
+            table.stride(0), softmax.scale, softmax.cap, softmax.window,
+        ),
+        {
+            "KV": kv, "G": heads // kv, "D": dim, "D_PAD": wide, "SIZE": size, "QUERIES": queries, "BLOCK": block,
+            "WINDOWED": softmax.window > 0, "CAPPED": softmax.cap > 0, "SINKS": softmax.sinks is not None,
+            "PRECISION": precision(q),
+        },
+        warps=warps,
+        stages=stages,
     )  # fmt: skip
     return out.flatten(1)

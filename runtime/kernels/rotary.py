@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch_options, start_dependents, wait_for_inputs
+from .launch import Kernel, start_dependents, wait_for_inputs
 from .norm import rms_scale
 
 
@@ -101,6 +101,9 @@ def _rotate_and_write(
     tl.store(v_cache + slot + d, v, mask=d < D)
 
 
+_kernel = Kernel(_rotate_and_write)
+
+
 def rotate_and_write(
     qkv: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
@@ -119,12 +122,18 @@ def rotate_and_write(
     tokens, groups = len(qkv), (qkv.shape[1] // dim - 2 * kv) // kv
     q = qkv.new_empty((tokens, kv * groups, dim))
     if tokens:
-        _rotate_and_write[(tokens, kv)](
-            qkv, q, k_cache, v_cache, table, rows, positions, rotation.cos_sin,
-            *norm_arguments(norms, rotation.cos_sin), qkv.stride(0), table.stride(0),
-            KV=kv, G=groups, G_PAD=triton.next_power_of_2(groups), D=dim, D_PAD=triton.next_power_of_2(dim), SIZE=size,
-            ROT=rotation.cos_sin.shape[1], INTERLEAVED=rotation.interleaved, BY_TOKEN=rotation.by_token,
-            **norm_flags(norms), **launch_options(qkv, num_warps=1),
+        _kernel(
+            (tokens, kv),
+            (
+                qkv, q, k_cache, v_cache, table, rows, positions, rotation.cos_sin,
+                *norm_arguments(norms, rotation.cos_sin), qkv.stride(0), table.stride(0),
+            ),
+            {
+                "KV": kv, "G": groups, "G_PAD": triton.next_power_of_2(groups), "D": dim,
+                "D_PAD": triton.next_power_of_2(dim), "SIZE": size, "ROT": rotation.cos_sin.shape[1],
+                "INTERLEAVED": rotation.interleaved, "BY_TOKEN": rotation.by_token, **norm_flags(norms),
+            },
+            warps=1,
         )  # fmt: skip
     return q
 

@@ -10,6 +10,7 @@ import math
 import torch
 
 from ...shardplan.config import ConfigReader
+from ...shardplan.families.gemma4 import per_layer_axis
 from ..batch import ForwardBatch
 from ..layers.activation import ACTIVATIONS
 from ..layers.builder import LayerBuilder
@@ -46,7 +47,7 @@ class PerLayerInputs:
 
     def __init__(self, build: LayerBuilder) -> None:
         width = build.model.per_layer_width
-        axis = build.model.extra_axes[0][0] if build.model.extra_axes else "vocab"
+        axis, _ = per_layer_axis(build.model)
         self.embed = build.lookup("model.embed_tokens_per_layer", axis, math.sqrt(width), round_scale=True)
         self.projection = build.replicated("model.per_layer_model_projection")
         self.norm = gemma4_norm(build, "model.per_layer_projection_norm")
@@ -101,7 +102,7 @@ class Gemma4Decoder(Decoder):
         self.per_layer_inputs = PerLayerInputs(build) if build.model.per_layer_width else None
         reader = ConfigReader(build.model.text)
         self.placeholders: list[int] = reader.get("placeholder_token_ids", [])
-        self.padding = reader.count("pad_token_id", 0, least=0)
+        self.padding = reader.count("pad_token_id", least=0) if self.placeholders else 0
 
     def begin(self, batch: ForwardBatch) -> torch.Tensor:
         """The embeddings [T, H]; ids that stand for images and the like are read as padding."""

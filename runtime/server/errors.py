@@ -88,6 +88,8 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     where = [part for part in first["loc"] if part != "body" and not _is_branch(part)]
     name = ".".join(str(part) for part in where)[:100] or None
+    if not where and not request.headers.get("content-type", "").startswith("application/json"):
+        return ApiError(400, "the body must be JSON: send 'Content-Type: application/json'").response()
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON").response()
     if first["type"] == "extra_forbidden":

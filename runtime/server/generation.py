@@ -84,48 +84,72 @@ class Answer:
         piece.token_ids, self._ids = self._ids, []
 
 
-async def generate(
-    client: EngineClient, answers: Sequence[Answer], seconds: float, metrics: Metrics
-) -> AsyncIterator[Piece]:
-    """The pieces of all answers as they come, the last one of each with its finish_reason. Submits before it is iterated.
+class Generation:
+    """The answers to one HTTP request. Iterate over their pieces as they come; `close` frees what is unfinished."""
 
-    Raises ApiError when the request fails or takes longer than `seconds`; closing it frees what is unfinished.
-    """
-    ticket = client.submit([answer.request for answer in answers])
-    late = ApiError(504, f"the request took longer than {seconds:g} s", code="timeout")
-    timer = asyncio.get_running_loop().call_later(seconds, ticket.fail, late)
-    return _pieces(ticket, timer, answers, metrics)
+    def __init__(self, client: EngineClient, answers: Sequence[Answer], seconds: float, metrics: Metrics) -> None:
+        """Submits at once: raises ApiError when there is no room. `seconds` is the time limit."""
+        self._answers, self._metrics = answers, metrics
+        self._begin = time.monotonic()
+        self._reasons: list[str | None] = [None] * len(answers)
+        self._ticket = client.submit([answer.request for answer in answers])
+        late = ApiError(504, f"the request took longer than {seconds:g} s", code="timeout")
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._ticket.fail, late)
+        self._is_closed = False
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, those that end an answer included."""
+        return sum(answer.num_tokens for answer in self._answers)
 
-async def _pieces(ticket, timer: asyncio.TimerHandle, answers: Sequence[Answer], metrics: Metrics):  # noqa: ANN001, ANN202
-    begin = time.monotonic()
-    reasons = ["aborted"] * len(answers)
-    try:
-        async for index, output in ticket:
-            answer = answers[index]
-            if reasons[index] != "aborted":
+    @property
+    def reasons(self) -> list[str]:
+        """How the answers have ended."""
+        return [reason or "aborted" for reason in self._reasons]
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Pieces of all answers, the last one of each with its finish_reason. Raises ApiError when the request fails."""
+        async for index, output in self._ticket:
+            answer = self._answers[index]
+            if self._reasons[index] is not None:
                 continue  # a stop string has ended it; its last tokens were on their way
-            _observe(answer, begin, metrics)
+            self._observe(answer)
             piece = answer.take(output)
             if piece.finish_reason is not None:
-                reasons[index] = piece.finish_reason
+                self._reasons[index] = piece.finish_reason
                 if output.finish_reason is None:
-                    ticket.finish(index)
+                    self._ticket.finish(index)
             if piece.text or piece.entries or piece.token_ids or piece.finish_reason:
                 yield piece
-    finally:
-        timer.cancel()
-        ticket.close()
-        metrics.request_seconds.observe(time.monotonic() - begin)
-        for reason, answer in zip(reasons, answers, strict=True):
-            metrics.finished.labels(reason).inc()
-            metrics.generated_tokens.inc(answer.num_tokens)
+
+    def close(self) -> None:
+        """End what is unfinished and count what there was; a second time does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._timer.cancel()
+        self._ticket.close()
+        self._metrics.request_seconds.observe(time.monotonic() - self._begin)
+        for reason in self.reasons:
+            self._metrics.finished.labels(reason).inc()
+        self._metrics.generated_tokens.inc(self.num_tokens)
+
+    def _observe(self, answer: Answer) -> None:
+        now = time.monotonic()
+        if answer.num_tokens == 0:
+            self._metrics.first_token.observe(now - self._begin)
+        else:
+            self._metrics.between_tokens.observe(now - answer.last_seconds)
+        answer.last_seconds = now
 
 
-def _observe(answer: Answer, begin: float, metrics: Metrics) -> None:
-    now = time.monotonic()
-    if answer.num_tokens == 0:
-        metrics.first_token.observe(now - begin)
-    else:
-        metrics.between_tokens.observe(now - answer.last_seconds)
-    answer.last_seconds = now
+def merge(pieces: Sequence[Piece], count: int) -> list[Piece]:
+    """The pieces of `count` answers, joined to one each."""
+    merged = [Piece(index) for index in range(count)]
+    for piece in pieces:
+        whole = merged[piece.index]
+        whole.text += piece.text
+        whole.token_ids += piece.token_ids
+        whole.entries += piece.entries
+        whole.finish_reason = piece.finish_reason or whole.finish_reason
+    return merged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, as_api_error
+from .errors import as_api_error
 
 T = TypeVar("T")
 
@@ -54,12 +54,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, documents: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, documents: AsyncGenerator[Any, None], close: Callable[[], None]) -> None:
+        """`close` is called when the stream has ended, however it did, even before it began."""
         super().__init__()
-        self._documents = documents
+        self._documents, self._close = documents, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._write(scope, send))
+        try:
+            await unless_gone(receive, self._write(scope, send))
+        finally:
+            self._close()
 
     async def _write(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -77,10 +81,3 @@ class EventStream(Response):
 async def _send_event(send: Send, content: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + content + b"\n\n", "more_body": True})
 
-
-async def collect(pieces: AsyncIterator[T]) -> list[T]:
-    """Everything an asynchronous iterator gives."""
-    return [piece async for piece in pieces]
-
-
-__all__ = ["ApiError", "ClientGone", "EventStream", "collect", "encode", "unless_gone"]

@@ -51,6 +51,8 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     text = {**common.settings(config, _DEFAULTS), "placeholder_token_ids": _placeholders(config)}
     unified = common.architecture(config) in _UNIFIED
     reader = ConfigReader(text)
+    if text["placeholder_token_ids"] and reader.count("pad_token_id", least=0) >= reader.count("vocab_size"):
+        raise CheckpointError(f"config.json: pad_token_id {text['pad_token_id']} is no token's id", "fix config.json")
     width = 0 if unified else reader.count("hidden_size_per_layer_input", 256, least=0)
     reader.refuse("enable_moe_block", False)
     if reader.get("use_bidirectional_attention") != "vision":  # which changes nothing for text
@@ -193,6 +195,11 @@ def _per_layer_axes(reader: ConfigReader) -> tuple[tuple[str, int], ...]:
     return (("per_layer_vocab", rows_of_tokens),) if rows_of_tokens != vocab else ()
 
 
+def per_layer_axis(model: ModelConfig) -> tuple[str, int]:
+    """The axis along which per-layer embeddings are cut, and its size."""
+    return (*model.extra_axes, ("vocab", model.vocab_size))[0]
+
+
 def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
     """Every tensor, in the order of use."""
     width, bias = model.per_layer_width, ConfigReader(model.text).flag("attention_bias", False)
@@ -213,7 +220,7 @@ def tensors(model: ModelConfig) -> Iterator[TensorSpec]:
 
 def _per_layer_embedding(model: ModelConfig) -> Iterator[TensorSpec]:
     """Embeddings [V, L*P] by vocabulary rows; the projection and the norm that go with them are small and copied."""
-    axis, size = (*model.extra_axes, ("vocab", model.vocab_size))[0]
+    axis, size = per_layer_axis(model)
     total = len(model.layers) * model.per_layer_width
     yield TensorSpec("model.embed_tokens_per_layer.weight", (size, total), rows(axis))
     yield TensorSpec("model.per_layer_model_projection.weight", (total, model.hidden_size))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import random_variants
 from tests.rank_jobs import greedy, run_requests
 from tests.reference import (
     assert_close,
@@ -65,6 +66,7 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     ranks = ThreadRanks(folder, tp_size)
     assert_close(ranks.full(PROMPT), full, 1e-4, "full")
     assert_close(ranks.cached(PROMPT, FIRST), cached, 1e-4, "cached")
+    assert_close(ranks.chunked(PROMPT, 7), full, 1e-4, "in pieces")
     ids = world.run(tp_size, greedy, sharded(folder, tp_size), PROMPT, NEW)[0]
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, NEW)
 
@@ -133,6 +135,23 @@ def test_other_shapes(label, variant_checkpoint):
         ranks = ThreadRanks(folder, tp_size)
         assert_close(ranks.full(PROMPT), full, 1e-4, f"tp {tp_size}, full")
         assert_close(ranks.cached(PROMPT, FIRST), cached, 1e-4, f"tp {tp_size}, cached")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recipe", random_variants.RECIPES)
+def test_random_shapes(recipe, seed, tmp_path):
+    """In float64, where deep models do not blow up the noise of sums in another order."""
+    model = random_variants.build_random(recipe, seed)
+    heads = model.config.num_attention_heads
+    model.double().save_pretrained(tmp_path)
+    full, cached = expected(str(tmp_path), "float64")
+    limit = limit_in_float64(full, cached)
+    for tp_size in sorted({1, min(2, heads), (heads + 1) // 2, heads}):
+        ranks = ThreadRanks(tmp_path, tp_size, "float64")
+        assert_close(ranks.full(PROMPT), full, limit, f"tp {tp_size}, full")
+        assert_close(ranks.cached(PROMPT, FIRST), cached, limit, f"tp {tp_size}, cached")
+        # The softmax is in float32 even so, and sums over fewer keys at a time round in another way.
+        assert_close(ranks.chunked(PROMPT, 7), full, 1e-4, f"tp {tp_size}, in pieces")
 
 
 def test_leftover_keys_of_sharing_layers_change_nothing(recipe_checkpoint, tmp_path):

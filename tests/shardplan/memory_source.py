@@ -19,12 +19,14 @@ _NAMES = {numpy_dtype(name): name for name in ("F64", "F32", "F16", "BF16")}
 class MemorySource:
     """A Source over arrays. `reads` lists every window that was read, in order."""
 
-    def __init__(self, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], fingerprint: str | None = None):
+    def __init__(self, config: Mapping[str, Any], arrays: dict[str, np.ndarray], fingerprint: str | None = None):
         self.label = "memory:model"
         self.config = config
-        self.files = {"config.json": json.dumps(config).encode()}
+        self.files: Mapping[str, bytes] = {"config.json": json.dumps(config).encode()}
         self.arrays = arrays
-        self.tensors = {name: TensorInfo(name, _NAMES[a.dtype], a.shape) for name, a in arrays.items()}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, _NAMES[a.dtype], a.shape) for name, a in arrays.items()
+        }
         self.notes: Sequence[str] = ()
         self.fingerprint = fingerprint
         self.has_weights = True

@@ -50,7 +50,7 @@ def test_dying_at_every_single_step(tmp_path: Path, fingerprint: str | None) -> 
     while dies_at(step := step + 1, lambda: shard(tmp_path / str(step), source(), threads=1)):
         out = tmp_path / str(step)
         if out.exists() and "plan.json" not in content(out):
-            with pytest.raises(CheckpointError, match="not a shard set|unfinished"):
+            with pytest.raises(CheckpointError, match=r"not a shard set|unfinished"):
                 ShardSet.open(out)
         if out.exists() and content(out) == expected:
             continue  # all was done, the process just had not ended yet

@@ -208,6 +208,17 @@ def replaced(plan: Any, path: tuple[Any, ...], new: Any) -> Any:
     return changed
 
 
+def opens(folder: Path) -> ShardSet | None:
+    """The set, or None when it is refused with a line that names the file."""
+    refusal = ""
+    try:
+        return ShardSet.open(folder)
+    except CheckpointError as error:
+        refusal = error.message
+    assert str(folder) in refusal
+    return None
+
+
 HARMLESS = ("tool", "notes", "shares")
 """Fields that nothing is built on."""
 
@@ -226,11 +237,8 @@ def test_every_field_of_a_plan_is_checked(folder: Path) -> None:
             if json.dumps(changed) == json.dumps(plan):
                 continue
             (folder / "plan.json").write_text(json.dumps(changed))
-            try:
-                ShardSet.open(folder)
+            if opens(folder):
                 accepted.add(path[0])
-            except CheckpointError as error:
-                assert str(folder) in error.message
     assert accepted <= set(HARMLESS)
 
 
@@ -249,11 +257,9 @@ def test_flipped_bits_in_a_plan(folder: Path) -> None:
                     (choose.randrange(256), ord(choose.choice(string.printable)))
                 )
         (folder / "plan.json").write_bytes(changed)
-        try:
-            plan = ShardSet.open(folder).plan
-        except CheckpointError as error:
-            assert "plan.json" in error.message or str(folder) in error.message
+        if (opened := opens(folder)) is None:
             continue
+        plan = opened.plan
         assert (plan.ranks, plan.axes, plan.ties, plan.dtype) == (right.ranks, right.axes, right.ties, right.dtype)
 
 

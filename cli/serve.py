@@ -1,0 +1,117 @@
+"""`mgtp serve`: an OpenAI-compatible HTTP server over the ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..shardplan.errors import UsageError
+from .app import app
+from .launching import (
+    DeviceOption,
+    DevicesOption,
+    DtypeOption,
+    MaxModelLenOption,
+    RevisionOption,
+    ShardSetArgument,
+    SharedDeviceOption,
+    TpSizeOption,
+)
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from ..runtime.launch.start import LaunchOptions
+    from ..runtime.server.options import ServerOptions
+    from ..shardplan.shard_set import ShardSet
+
+LOG_FORMATS = ("text", "json")
+
+
+@app.command()
+def serve(
+    ctx: typer.Context,
+    directory: ShardSetArgument,
+    tp_size: TpSizeOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in requests; default: the folder's.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Ask for this key ('Authorization: Bearer KEY').", envvar="MGTP_API_KEY")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences to run at once.")] = 16,
+    max_queue: Annotated[int, typer.Option(min=0, help="Most sequences to wait; more are refused (429).")] = 1024,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="Longest time for a request, in seconds.")] = 600,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="On SIGTERM, how long running requests may go on, in seconds.")
+    ] = 30,
+    max_n: Annotated[int, typer.Option(min=1, help="Most answers to one prompt (n).")] = 16,
+    max_logprobs: Annotated[int, typer.Option(min=0, max=20, help="Most log-probabilities a token.")] = 20,
+    max_stop: Annotated[int, typer.Option(min=0, help="Most stop strings of a request.")] = 16,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 8 << 20,
+    log_format: Annotated[str, typer.Option(help=f"Form of the log on stderr: {' or '.join(LOG_FORMATS)}.")] = "text",
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    device: DeviceOption = "auto",
+    devices: DevicesOption = None,
+    allow_shared_device: SharedDeviceOption = False,
+    max_model_len: MaxModelLenOption = None,
+) -> None:
+    """Serve a shard set over HTTP, in OpenAI's form, one process per device.
+
+    Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready, /metrics. The port
+    is bound before anything is loaded. SIGTERM lets running requests finish and exits with 0; a second one exits at once.
+    """
+    from ..runtime.launch.start import LaunchOptions
+    from .launching import open_set, parse_devices
+
+    if log_format not in LOG_FORMATS:
+        raise UsageError(f"--log-format {log_format!r} is unknown", f"use {' or '.join(LOG_FORMATS)}")
+    if api_key == "":
+        raise UsageError("the API key is empty", "leave it out to serve without a key")
+    launch = LaunchOptions(
+        device=device,
+        devices=parse_devices(devices),
+        allow_shared_device=allow_shared_device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        log_level=ctx.obj.log_level,
+    )
+    from ..runtime.server.life import bind
+    from ..runtime.server.options import ServerOptions
+    from .console import set_up_logging
+
+    options = ServerOptions(
+        model_name=served_model_name or (os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory),
+        api_key=api_key,
+        max_num_seqs=max_num_seqs,
+        max_queue=max_queue,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+        max_n=max_n,
+        max_logprobs=max_logprobs,
+        max_stop=max_stop,
+        max_body_bytes=max_body_bytes,
+    )
+    set_up_logging(ctx.obj.log_level, log_format)
+    sock = bind(host, port)
+    shard_set = open_set(directory, tp_size, dtype, revision)
+    _run(shard_set, launch, options, sock)
+
+
+def _run(shard_set: ShardSet, launch: LaunchOptions, options: ServerOptions, sock: socket) -> None:
+    import asyncio
+
+    from ..runtime.server.life import Life
+    from .launching import show_stages
+
+    with show_stages(shard_set.plan.tp_size) as on_stage:
+        code = asyncio.run(Life(shard_set, launch, options, sock).run(on_stage))
+    if code:
+        raise typer.Exit(code)

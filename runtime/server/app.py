@@ -1,0 +1,161 @@
+"""The application: which path does what, and what the server knows while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from ...shardplan.errors import MgtpError
+from ...shardplan.version import __version__
+from . import completions, prompts
+from .engine_client import EngineClient
+from .errors import ApiError, on_error, on_http_exception, on_invalid, unavailable
+from .gate import Gate, json_response
+from .metrics import Metrics
+from .model import ServedModel, off_loop
+from .options import ServerOptions
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+_ERROR_SCHEMA = {
+    "description": "An error in OpenAI's form.",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: _ERROR_SCHEMA for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+}
+
+
+class Server:
+    """What the endpoints share. `client` is there once the ranks are ready."""
+
+    def __init__(self, model: ServedModel, options: ServerOptions) -> None:
+        self.model, self.options = model, options
+        self.metrics = Metrics()
+        self._client: EngineClient | None = None
+        self.is_draining = False
+
+    @property
+    def client(self) -> EngineClient:
+        """The way to the leader; raises ApiError while there is none."""
+        if self._client is None:
+            raise unavailable("the model is being loaded", code="loading")
+        return self._client
+
+    @client.setter
+    def client(self, client: EngineClient) -> None:
+        self._client = client
+
+    @property
+    def status(self) -> str:
+        """'loading', 'ready', 'stalled', 'draining' or 'failed'."""
+        if self._client is None:
+            return "draining" if self.is_draining else "loading"
+        if self._client.failing:
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        return "stalled" if self._client.is_stalled else "ready"
+
+    def check_open(self) -> None:
+        """Raise ApiError unless generations are taken."""
+        if self.is_draining:
+            raise unavailable("the server is shutting down", code="draining")
+        _ = self.client
+
+
+def build_app(server: Server) -> ASGIApp:
+    """The ASGI application."""
+    app = FastAPI(title="mgtp", version=__version__, docs_url=None, redoc_url=None)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(ApiError, on_error)
+    app.add_exception_handler(MgtpError, on_error)
+    _add_generation(app, server)
+    _add_model(app, server)
+    _add_life(app, server)
+    return Gate(app, server.options, server.metrics)
+
+
+def _add_generation(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions", responses=_ERRORS, response_model=None)
+    async def completions_(request: Request, body: CompletionRequest) -> Response:
+        """Continue one prompt or several."""
+        return await completions.complete(server, request, body)
+
+    @app.post("/v1/chat/completions", responses=_ERRORS, response_model=None)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        return await completions.chat(server, request, body)
+
+
+def _add_model(app: FastAPI, server: Server) -> None:
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> Response:
+        """The models that are served: one."""
+        return json_response({"object": "list", "data": [_describe(server)]})
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def model(name: str) -> Response:
+        """One model."""
+        server.model.check_name(name)
+        return json_response(_describe(server))
+
+    @app.post("/tokenize", responses=_ERRORS, response_model=None)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The ids of a text, or of a conversation as the model would see it."""
+        server.model.check_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give one of 'prompt' and 'messages'", param="prompt")
+        if body.messages is not None:
+            ids = await prompts.read_conversation(server.model, body.messages, None, None)
+        else:
+            ids = await server.model.encode(body.prompt or "", body.add_special_tokens)
+        length = server.model.max_model_len
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": length})
+
+    @app.post("/detokenize", responses=_ERRORS, response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids, special tokens included."""
+        server.model.check_name(body.model)
+        bad = next((i for i in body.tokens if not 0 <= i < server.model.vocab_size), None)
+        if bad is not None:
+            top = server.model.vocab_size - 1
+            raise ApiError(400, f"a token id is outside the vocabulary, 0 to {top}", param="tokens")
+        tokenizer = server.model.tokenizer
+        if not tokenizer.has_text:
+            raise ApiError(400, "this model has no tokenizer", param="tokens")
+        text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        return json_response({"prompt": text})
+
+
+def _describe(server: Server) -> dict[str, Any]:
+    model = server.model
+    length = model.ready[0].max_model_len if model.ready else None
+    fixed = {"id": model.name, "object": "model", "created": model.created, "owned_by": "mgtp"}
+    return {**fixed, "max_model_len": length}
+
+
+def _add_life(app: FastAPI, server: Server) -> None:
+    @app.get("/health", responses=_ERRORS)
+    async def health() -> Response:
+        """Whether the server lives: 503 as soon as a rank has failed."""
+        status = server.status
+        return json_response({"status": status}, 503 if status == "failed" else 200)
+
+    @app.get("/ready", responses=_ERRORS)
+    async def ready() -> Response:
+        """Whether requests are taken: 503 while loading, draining, stalled or failed."""
+        status = server.status
+        if status == "ready":
+            return json_response({"status": status})
+        return json_response({"status": status}, 503, {"Retry-After": "5"})
+
+    @app.get("/metrics", responses=_ERRORS)
+    async def metrics() -> Response:
+        """Prometheus' text form."""
+        return Response(server.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,134 @@
+"""Answers in OpenAI's two forms, whole and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .generation import Piece
+from .logprobs import chat_logprobs, completion_logprobs
+from .model import ServedModel
+
+
+@dataclass
+class Form:
+    """What both forms share. `prompts` are the ids of every prompt, each with `n` answers in a row."""
+
+    model: ServedModel
+    prompts: list[list[int]]
+    n: int
+    with_logprobs: bool
+    with_token_ids: bool
+    prefix: str = field(default="", init=False)
+    whole_object: str = field(default="", init=False)
+    chunk_object: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}{secrets.token_hex(16)}"
+        self.created = int(time.time())
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that every document begins with."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
+        }
+
+    def usage(self, num_tokens: int) -> dict[str, Any]:
+        """Token counts: a prompt counts once, however many answers it has."""
+        prompt = sum(map(len, self.prompts))
+        return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": prompt + num_tokens}
+
+    def whole(self, answers: Sequence[Piece], num_tokens: int) -> dict[str, Any]:
+        """The complete answer."""
+        choices = [self._with_ids(self.choice(answer), answer, True) for answer in answers]
+        return {**self.head(self.whole_object), "choices": choices, "usage": self.usage(num_tokens)}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One event of a stream."""
+        return {**self.head(self.chunk_object), "choices": choices}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
+        return []
+
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        """The events of a piece."""
+        return [self.chunk([self._with_ids(choice, piece, False)]) for choice in self.deltas(piece)]
+
+    def choice(self, answer: Piece) -> dict[str, Any]:
+        """One answer, whole."""
+        raise NotImplementedError
+
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        """What a piece adds to its answer."""
+        raise NotImplementedError
+
+    def _with_ids(self, choice: dict[str, Any], piece: Piece, whole: bool) -> dict[str, Any]:
+        if self.with_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if whole:
+                choice["prompt_token_ids"] = self.prompts[piece.index // self.n]
+        return choice
+
+
+@dataclass
+class CompletionForm(Form):
+    """/v1/completions. `echoes` are the prompts' texts where they are part of the answer."""
+
+    echoes: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.prefix, self.whole_object, self.chunk_object = "cmpl-", "text_completion", "text_completion"
+        super().__post_init__()
+
+    def choice(self, answer: Piece) -> dict[str, Any]:
+        echo = self._echo(answer.index)
+        return self._choice(answer, echo + answer.text, len(echo))
+
+    def opening(self) -> list[dict[str, Any]]:
+        if self.echoes is None:
+            return []
+        count = len(self.prompts) * self.n
+        return [self.chunk([self._choice(Piece(i), self._echo(i), 0)]) for i in range(count)]
+
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        return [self._choice(piece, piece.text, len(self._echo(piece.index)))]
+
+    def _echo(self, index: int) -> str:
+        return "" if self.echoes is None else self.echoes[index // self.n]
+
+    def _choice(self, piece: Piece, text: str, offset: int) -> dict[str, Any]:
+        logprobs = completion_logprobs(self.model.tokenizer, piece.entries, offset) if self.with_logprobs else None
+        return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+
+@dataclass
+class ChatForm(Form):
+    """/v1/chat/completions."""
+
+    def __post_init__(self) -> None:
+        self.prefix, self.whole_object = "chatcmpl-", "chat.completion"
+        self.chunk_object = "chat.completion.chunk"
+        super().__post_init__()
+
+    def choice(self, answer: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return self._choice(answer, "message", message)
+
+    def opening(self) -> list[dict[str, Any]]:
+        first = {"role": "assistant", "content": ""}
+        return [self.chunk([self._choice(Piece(i), "delta", first)]) for i in range(self.n)]
+
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        return [self._choice(piece, "delta", {"content": piece.text} if piece.text else {})]
+
+    def _choice(self, piece: Piece, key: str, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = chat_logprobs(self.model.tokenizer, piece.entries) if self.with_logprobs else None
+        return {"index": piece.index, key: content, "logprobs": logprobs, "finish_reason": piece.finish_reason}

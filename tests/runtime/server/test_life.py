@@ -1,0 +1,205 @@
+"""A server's life: clients that leave, too many of them, ranks that die, signals, and ports that are taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.processes import mgtp, rank_pids
+from tests.servers import ServerProcess, wait_for
+
+LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def shard_set(served_checkpoint, sharded):
+    return sharded(served_checkpoint, 2)
+
+
+def rank_pid(server: ServerProcess, rank: int) -> int:
+    """The process of one rank."""
+    for pid in rank_pids(server.folder):
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if f"RANK={rank}".encode() in file.read().split(b"\0"):
+                return pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_clients_that_go_away_free_their_blocks(server):
+    """Streams and whole answers, all of them cut off; what is running beside them is not disturbed."""
+    expected = server.complete(prompt="y", max_tokens=300, temperature=0, ignore_eos=True)["choices"][0]["text"]
+    beside: list[str] = []
+    thread = threading.Thread(
+        target=lambda: beside.append(
+            server.complete(prompt="y", max_tokens=300, temperature=0, ignore_eos=True)["choices"][0]["text"]
+        )
+    )
+    thread.start()
+    address = httpx.URL(server.url)
+    for index in range(50):
+        body = json.dumps({**LONG, "stream": index % 2 == 0}).encode()
+        with socket.create_connection((address.host, address.port), 10) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            if index % 2 == 0:
+                assert b"200 OK" in connection.recv(100)
+    thread.join(60)
+    assert beside == [expected]
+    server.wait_until_idle()
+    assert server.http.get("/ready").status_code == 200
+
+
+def test_many_streams_at_once(server):
+    """More than can run: they wait their turn, and each gets its own text."""
+    def ask(index: int) -> None:
+        body = {"prompt": f"{index % 5}", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        events = server.events("/v1/completions", body)
+        texts[index] = "".join(e["choices"][0]["text"] for e in events)
+
+    texts = [""] * 40
+    threads = [threading.Thread(target=ask, args=[i]) for i in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(texts[i] == texts[i % 5] != "" for i in range(40))
+    assert len(set(texts)) == 5
+
+
+@pytest.fixture(scope="module")
+def small(served_checkpoint, sharded, tmp_path_factory):
+    """Room for one sequence and one that waits, half a second each, behind a key; its log is JSON."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+        limits = ("--max-num-seqs", "1", "--max-queue", "1", "--request-timeout", "1", "--drain-timeout", "0.3")
+        form = ("--log-format", "json")
+        small = ServerProcess(Path(folder), sharded(served_checkpoint, 2), *limits, *form, MGTP_API_KEY="secret")
+        small.http.headers["authorization"] = "Bearer secret"
+        yield small
+        small.process.kill()  # the last test has ended it
+
+
+def test_key(small):
+    for headers in ({"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": ""}):
+        answer = small.http.get("/v1/models", headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert small.http.get("/v1/models").status_code == 200
+    assert httpx.get(f"{small.url}/health", trust_env=False).status_code == 200
+
+
+def test_overload_and_time_limit(small):
+    """The third sequence is refused at once; the first two end at the time limit, the streamed one with an event."""
+    with small.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        refused = small.post("/v1/completions", {**LONG, "n": 2})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert small.post("/v1/completions", {**LONG, "n": 3}).status_code == 400
+        assert small.post("/v1/completions", LONG).status_code == 504
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    small.wait_until_idle()
+
+
+def test_log_is_json(small):
+    small.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
+    line = small.wait_for_line('"completion_tokens": 3')
+    fields = json.loads(line)
+    assert fields["path"] == "/v1/completions" and fields["status"] == 200 and fields["finish"] == "length"
+    assert all(json.loads(each) for each in small.log)
+
+
+def test_drain_has_an_end(small):
+    with small.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        small.process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert small.wait() == 0
+
+
+def test_a_killed_rank_ends_the_server(run_folder, shard_set, rank=0):
+    """Mid-stream: the stream gets an error event that names the rank, /health says so, the server exits with 5."""
+    server = ServerProcess(run_folder, shard_set)
+    with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(rank_pid(server, rank), signal.SIGKILL)
+        begin = time.monotonic()
+        other = httpx.Client(base_url=server.url, timeout=5, trust_env=False)
+        wait_for(lambda: other.get("/health").status_code == 503 or None, 2)
+        last = [line for line in lines if line][-1]
+        assert time.monotonic() - begin < 3
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert f"rank {rank} was killed by SIGKILL" in error["message"]
+    assert server.wait(15) == 5
+    assert any(line.startswith(f"error: rank {rank} was killed") for line in server.log)
+
+
+def test_a_killed_rank_of_an_idle_server(run_folder, shard_set):
+    server = ServerProcess(run_folder, shard_set)
+    os.kill(rank_pid(server, 1), signal.SIGKILL)
+    assert server.wait(15) == 5
+
+
+def test_sigterm_lets_streams_finish(run_folder, shard_set):
+    server = ServerProcess(run_folder, shard_set)
+    body = {**LONG, "max_tokens": 400, "stream": True}
+    other = httpx.Client(base_url=server.url, timeout=10, trust_env=False)
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: other.get("/ready").status_code == 503 or None, 2)
+        refused = other.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert other.get("/health").status_code == 200
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    other.close()
+    assert server.wait() == 0
+
+
+def test_signals_while_a_stream_would_go_on(run_folder, shard_set):
+    """A second SIGTERM does not wait for anything."""
+    server = ServerProcess(run_folder, shard_set)
+    with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+        next(stream.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_line("draining")
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 143
+        assert time.monotonic() - begin < 5
+    assert server.wait() == 143
+
+
+def test_sigterm_while_loading(run_folder, shard_set):
+    """The port answers before the model is there: alive, not ready."""
+    server = ServerProcess(run_folder, shard_set, wait=False)
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/ready").status_code == 503
+    refused = server.post("/v1/completions", {"prompt": "x"})
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    assert server.stop() == 0
+
+
+def test_a_port_that_is_taken(run_folder, shard_set):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        run = mgtp(run_folder, "serve", shard_set, "--port", port, "--device", "cpu", code=1)
+    assert run.err.splitlines()[0].endswith("Address already in use")
+    assert port in run.err and "hint: " in run.err
