@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..shardplan.errors import UsageError
+from .grammar import Grammars
 from .messages import Request, RequestFailed, Step, TokenLogprobs, TokenOutput
 from .penalties import TokenHistory, record
 from .runner import Runner
@@ -18,15 +20,27 @@ class Engine:
     """Runs requests on the leader's runner; `send_step` tells the followers, before the step begins."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, max_model_len: int, send_step: Callable[[Step], None]
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        max_model_len: int,
+        send_step: Callable[[Step], None],
+        tokenizer_json: bytes | None = None,
     ) -> None:
         self.runner, self.scheduler, self.max_model_len = runner, scheduler, max_model_len
         self.send_step = send_step
         self.sampler = Sampler()
         self.histories: dict[str, TokenHistory] = {}
+        self.grammars = Grammars(tokenizer_json, runner.config.vocab_size)
+        self._refused: list[RequestFailed] = []
 
     def add(self, request: Request) -> None:
-        """Queue a request that has been validated by the front."""
+        """Queue a request that has been validated by the front; what is wrong nevertheless, the next step reports."""
+        try:
+            self.grammars.add(request)
+        except UsageError as error:
+            self._refused.append(RequestFailed(request.id, error.message))
+            return
         if request.sampling.needs_history:
             vocab, device = self.runner.config.vocab_size, self.runner.place.device
             self.histories[request.id] = TokenHistory(request.prompt_ids, [], vocab, device)
@@ -36,25 +50,28 @@ class Engine:
         """Drop a request."""
         self.scheduler.abort(request_id)
         self.histories.pop(request_id, None)
+        self.grammars.drop(request_id)
 
     def step(self) -> tuple[list[TokenOutput], list[RequestFailed]]:
         """One forward pass over what is due: the tokens that came of it, and the requests that cannot go on."""
+        failures, self._refused = self._refused, []
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return [], []
+            return [], failures
         step = Step([s.step for s in scheduled])
         self.send_step(step)
         logits = self.runner.forward(step)
         due = [s for s in scheduled if s.step.sample]
         if not due:
-            return [], []
+            return [], failures
         histories = [self.histories.get(s.sequence.request.id) for s in due]
         positions = [s.step.start + s.step.num_tokens for s in due]
-        sampled = self.sampler.sample(logits, [s.sequence.request.sampling for s in due], positions, histories)
+        masked = self.grammars.mask(logits, [s.sequence.request.id for s in due])
+        sampled = self.sampler.sample(masked, [s.sequence.request.sampling for s in due], positions, histories)
         self.runner.settle(step, sampled.ids)
         record(histories, sampled.ids)
         logprobs = self._logprobs(logits, sampled.ids, due)
-        outputs, failures = [], []
+        outputs = []
         for s, token_id, bad, lp in zip(due, sampled.ids.tolist(), sampled.failed.tolist(), logprobs, strict=True):
             if bad:
                 failures.append(self._fail(s.sequence))
@@ -80,10 +97,11 @@ class Engine:
     def _end(self, sequence: RunningSequence) -> None:
         self.scheduler.finish(sequence)
         self.histories.pop(sequence.request.id, None)
+        self.grammars.drop(sequence.request.id)
 
     def _finish_reason(self, sequence: RunningSequence, token_id: int) -> str | None:
         sampling = sequence.request.sampling
-        if token_id in sampling.stop_token_ids:
+        if self.grammars.accept(sequence.request.id, token_id) or token_id in sampling.stop_token_ids:
             return "stop"
         if not sampling.ignore_eos and token_id in sequence.request.eos_ids:
             return "stop"

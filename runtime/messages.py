@@ -8,12 +8,16 @@ from .sampling_params import SamplingParams
 
 
 class Request(msgspec.Struct, tag=True):
-    """Front -> leader: generate from `prompt_ids`. The seed in `sampling` is set: the front has drawn one if need be."""
+    """Front -> leader: generate from `prompt_ids`. The seed in `sampling` is set: the front has drawn one if need be.
+
+    `grammar` is what llguidance understands; the answer follows it.
+    """
 
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     eos_ids: list[int]
+    grammar: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True):

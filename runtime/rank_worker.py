@@ -197,7 +197,8 @@ class RankWorker:
         # A prefix can be shared only where its keys do not depend on what follows, and where all state is in blocks.
         sharable = not model.rope_depends_on_length and all(layer.delta_net is None for layer in model.layers)
         scheduler = Scheduler(pools, options.max_num_seqs, options.max_batch_tokens, prefix_caching=sharable)
-        return Engine(self.runner, scheduler, self.demand.max_model_len, self.link.send_step)
+        tokenizer = self.shard_set.files.get("tokenizer.json")
+        return Engine(self.runner, scheduler, self.demand.max_model_len, self.link.send_step, tokenizer)
 
     def follow(self) -> None:
         """Do what the leader says."""

@@ -54,7 +54,7 @@ class _Tensor:
     info: TensorInfo
     targets: list[_Target]
     unwritten_windows: int
-    source_hash: xxhash.xxh3_128 | None = None
+    source_hash: xxhash.xxh3_128 | None
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,8 @@ class Pass:
             targets.append(_Target(file, group.tensor, group.tensor.source, group.tensor.offset))
         info = self._source.tensors[targets[0].tensor.name]
         ranges = list(windows(info))
-        return _Tensor(
-            index, info, targets, len(ranges), new_hash() if self._source.fingerprint is None else None
-        ), ranges
+        source_hash = new_hash() if self._source.fingerprint is None else None
+        return _Tensor(index, info, targets, len(ranges), source_hash), ranges
 
     def _advance(self) -> bool:
         """Handle one window; false when there is none left."""

@@ -40,6 +40,6 @@ def _parse_size(part: str, text: str, option: str) -> int:
     number, prefix, binary = match.groups()
     is_decimal = not binary and part[-1] in "bB"
     size = int(float(number) * (1000 if is_decimal else 1024) ** _POWER[prefix.upper()])
-    if size == 0:
-        raise UsageError(f"{option} {text!r}: {part!r} is no memory at all", "give sizes such as 24GiB")
+    if size < 1 << 20:
+        raise UsageError(f"{option} {text!r}: {part!r} is {size} bytes", "add a unit, such as 24GiB")
     return size

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from .errors import MgtpError
 from .hashing import hash_bytes, hash_file_range, hash_rank
@@ -58,7 +59,7 @@ class RankFile:
         self._fd = -1
         self._unsynced = 0
 
-    def recover(self, hashes: Sequence[str]) -> None:
+    def recover(self, hashes: Sequence[str], cancelled: Event) -> None:
         """Find out how much of the file an earlier run has left; `hashes` are those of its first tensors.
 
         Bytes count only when they still have their hash: after a power failure a file may lack what was written.
@@ -69,7 +70,7 @@ class RankFile:
             return
         with (self.path if self.is_final else self.partial).open("rb") as file:
             for group, expected in zip(self.groups, hashes, strict=False):
-                if not self._holds(file.fileno(), group, expected):
+                if cancelled.is_set() or not self._holds(file.fileno(), group, expected):
                     break
                 self.done += 1
             if self.is_final and not (self.done == len(self.groups) and self._is_whole(file.fileno())):

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 from .errors import MgtpError, UsageError
 from .hashing import fingerprint, hash_bytes
@@ -114,8 +115,13 @@ def _open_files(source: Source, plan: ShardPlan, out: Path, journal: Journal) ->
     is_known = source.fingerprint is not None or len(records) == len(_names(plan))
     known = _fingerprint(source, plan, journal) if is_known else ""
     files = [RankFile(out, rank, header_bytes(rank, plan.tp_size, known)) for rank in plan.ranks]
+    cancelled = Event()
     with ThreadPoolExecutor(min(len(files), usable_cores())) as pool:
-        list(pool.map(lambda file: file.recover([record.ranks[file.plan.rank] for record in records]), files))
+        try:
+            list(pool.map(lambda f: f.recover([record.ranks[f.plan.rank] for record in records], cancelled), files))
+        except BaseException:
+            cancelled.set()  # Ctrl-C: the pool is left when its threads have noticed
+            raise
     for file in files:
         file.open()
     return files

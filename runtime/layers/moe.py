@@ -61,10 +61,14 @@ class Experts:
         self.gate_up, self.down, self.activation, self.gate_up_bias = gate_up, down, activation, gate_up_bias
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """x [T, H], weights and indices [T, k] -> this rank's part [T, H] of the weighted sum of its experts' outputs.
+        """x [T, H], weights and indices [T, k] -> this rank's part [T, H] of the weighted sum of its experts' outputs."""
+        # What a graph records must not depend on the routing.
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self.run_all(x, weights, indices)
+        return self.run_chosen(x, weights, indices)
 
-        Expert by expert over the tokens that were routed to it, so that an expert nobody wants costs nothing.
-        """
+    def run_chosen(self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Expert by expert over the tokens that were routed to it: an expert nobody wants costs nothing."""
         order = indices.flatten().argsort(stable=True)
         counts = indices.flatten().bincount(minlength=len(self.gate_up)).tolist()
         out = torch.zeros_like(x)
@@ -76,6 +80,15 @@ class Experts:
                 y = F.linear(hidden, self.down[expert]) * weights.flatten()[picks].unsqueeze(-1)
                 out.index_add_(0, tokens, y.to(out.dtype))
         return out
+
+    def run_all(self, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Every expert over every token, which waits for nothing; what was not asked for is left out of the sum."""
+        hidden = x @ self.gate_up.transpose(1, 2)
+        if self.gate_up_bias is not None:
+            hidden = hidden + self.gate_up_bias.unsqueeze(1)
+        y = self.activation(hidden) @ self.down.transpose(1, 2)
+        dense = weights.new_zeros(len(x), len(self.down)).scatter_(1, indices, weights).T.unsqueeze(-1)
+        return (y * dense).masked_fill(dense == 0, 0).sum(0).to(x.dtype)
 
 
 class MixtureOfExperts:

@@ -10,6 +10,7 @@ import torch
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.layers.activation import ClampedSwiGLU, GatedActivation
 from mgtp.runtime.layers.moe import Experts, MixtureOfExperts, Router, softmax_then_top_k, top_k_then_softmax
+from tests.reference import max_difference
 
 TOKENS, HIDDEN, EXPERTS, WIDTH, CHOSEN = 9, 6, 5, 4, 2
 
@@ -53,6 +54,7 @@ def test_the_weighted_sum_of_the_chosen_experts(tokens, generator):
         for weight, e in zip(weights[t], indices[t].tolist(), strict=True):
             expected[t] += weight * (down[e] @ act(gate_up[e] @ x[t] + gate_up_bias[e]) + bias[e])
     torch.testing.assert_close(mixture(x), expected)
+    assert max_difference(mixture.experts.run_all(x, weights, indices), mixture.experts(x, weights, indices)) < 1e-5
 
 
 def test_an_expert_that_nobody_chose_is_not_run(generator):
@@ -62,3 +64,4 @@ def test_an_expert_that_nobody_chose_is_not_run(generator):
     experts = Experts(gate_up, down, GatedActivation("silu"))
     out = experts(torch.ones(2, HIDDEN), torch.ones(2, 1), torch.tensor([[0], [2]]))
     assert out.isfinite().all()
+    torch.testing.assert_close(experts.run_all(torch.ones(2, HIDDEN), torch.ones(2, 1), torch.tensor([[0], [2]])), out)

@@ -33,7 +33,7 @@ def test_wrong_shares(text: str) -> None:
         ("512MiB", 512 << 20),
         ("1.5GiB", 3 << 29),
         ("80000000000", 80_000_000_000),
-        ("100B", 100),
+        ("80000000000B", 80_000_000_000),
         ("1T", 1 << 40),
     ],
 )
@@ -43,7 +43,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "24GiB,", "-1GiB", "1e3GiB", "24 GiB 3", "inf", "0", "0GiB", "24Gi B", "²GiB"]
+    "text", ["", "GiB", "24GiB,", "-1GiB", "1e3GiB", "24 GiB 3", "inf", "0", "0GiB", "24", "24KiB", "24Gi B", "²GiB"]
 )
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(UsageError, match="--device-memory"):
