@@ -69,14 +69,17 @@ def parse_rope(
     in_float32: bool = False,
     float32_tables: bool = False,
     layer_type: str | None = None,
+    static_alpha: bool = False,
 ) -> Rope:
     """The rotary embedding that `config` (a text config) states; `layer_type` picks a nested per-type entry.
+
+    `static_alpha`: the family reads `dynamic` with an `alpha` as a fixed stretch (HunYuan); others ignore `alpha`.
 
     Raises CheckpointError for an unknown type, a missing or ill-typed field, or a head_dim that is odd.
     """
     params = rope_parameters(config, layer_type)
     kind = params.get("rope_type") or params.get("type") or "default"
-    if kind == "dynamic" and params.get("alpha"):
+    if static_alpha and kind == "dynamic" and params.get("alpha"):
         kind = "ntk_alpha"
     if kind not in KINDS:
         raise CheckpointError(f"rope type {shown(kind)} is not supported", f"supported: {', '.join(KINDS)}")

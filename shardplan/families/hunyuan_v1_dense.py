@@ -27,7 +27,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader.refuse("use_cla", False)
     reader.refuse("use_qk_norm", True)
     # Tencent's own files call the head dimension attention_head_dim.
-    attention = common.attention(reader, head_dim=reader.get("attention_head_dim"))
+    attention = common.attention(reader, head_dim=reader.get("attention_head_dim"), static_alpha=True)
     return common.model_config(text, "hunyuan_v1_dense", common.uniform_layers(reader, attention), norm_eps=1e-5)
 
 
