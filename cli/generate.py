@@ -20,6 +20,7 @@ from .launching import (
     ShardSetArgument,
     SharedDeviceOption,
     TpSizeOption,
+    VerifyOption,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def generate(
     ] = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
+    verify_on_load: VerifyOption = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -83,7 +85,7 @@ def generate(
 
     if logprobs is not None and not as_json:
         raise UsageError(f"--logprobs {logprobs} has nowhere to go", "add --json")
-    shard_set = open_set(directory, tp_size, dtype, revision)
+    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     tokenizer = Tokenizer.load(shard_set.path, shard_set.config)
     text = _prompt_text(prompt_argument, prompt, prompt_file, prompt_ids)
     ids = _encode(tokenizer, shard_set, text, prompt_ids, chat, system)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..shardplan.errors import UsageError
+from ..shardplan.errors import CheckpointError, UsageError
 from .options import positive
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ MaxModelLenOption = Annotated[
     int | None,
     typer.Option(callback=positive, help="Longest prompt and answer in tokens; default: the model's, or what fits."),
 ]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify-on-load", help="Hash all weights before anything is started, as mgtp verify does.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
@@ -57,11 +60,32 @@ def parse_devices(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(part) for part in parts)
 
 
-def open_set(model: str, tp_size: int | None, dtype: str | None = None, revision: str | None = None) -> ShardSet:
+def open_set(
+    model: str, tp_size: int | None, dtype: str | None = None, revision: str | None = None, verify: bool = False
+) -> ShardSet:
     """The shard set to run, checked strictly: `model` itself, or the cached set of the checkpoint that it is.
 
-    A --tp-size or --dtype other than the set's own is refused.
+    A --tp-size or --dtype other than the set's own is refused. With `verify`, the weights' hashes are checked too.
     """
+    shard_set = _find_set(model, tp_size, dtype, revision)
+    if verify:
+        _verify(shard_set)
+    return shard_set
+
+
+def _verify(shard_set: ShardSet) -> None:
+    """Raise CheckpointError unless every tensor of every rank has the plan's hash."""
+    from ..shardplan.verify import verify_set
+    from .progress import bytes_progress
+
+    with bytes_progress("verifying") as progress:
+        faults = verify_set(shard_set, progress)
+    if faults:
+        first = f"{faults[0].file}: {faults[0].tensor} {faults[0].reason}"
+        raise CheckpointError(f"{shard_set.path}: {len(faults)} faults, the first in {first}", "see mgtp verify")
+
+
+def _find_set(model: str, tp_size: int | None, dtype: str | None, revision: str | None) -> ShardSet:
     from ..shardplan.shard_set import ShardSet
 
     path = Path(model)

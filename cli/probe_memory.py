@@ -17,6 +17,7 @@ from .launching import (
     ShardSetArgument,
     SharedDeviceOption,
     TpSizeOption,
+    VerifyOption,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def probe_memory(
     tp_size: TpSizeOption = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
+    verify_on_load: VerifyOption = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -47,7 +49,7 @@ def probe_memory(
     from .console import print_json
     from .launching import open_set, parse_devices, running
 
-    shard_set = open_set(directory, tp_size, dtype, revision)
+    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     options = LaunchOptions(
         device=device,
         devices=parse_devices(devices),

@@ -18,6 +18,7 @@ from .launching import (
     ShardSetArgument,
     SharedDeviceOption,
     TpSizeOption,
+    VerifyOption,
 )
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ def serve(
     ctx: typer.Context,
     directory: ShardSetArgument,
     tp_size: TpSizeOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
+    ] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in requests; default: the folder's.")
@@ -58,6 +59,7 @@ def serve(
     log_format: Annotated[str, typer.Option(help=f"Form of the log on stderr: {' or '.join(LOG_FORMATS)}.")] = "text",
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
+    verify_on_load: VerifyOption = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -88,7 +90,8 @@ def serve(
     from .console import set_up_logging
 
     options = ServerOptions(
-        model_name=served_model_name or (os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory),
+        model_name=served_model_name
+        or (os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory),
         api_key=api_key,
         max_num_seqs=max_num_seqs,
         max_queue=max_queue,
@@ -101,7 +104,7 @@ def serve(
     )
     set_up_logging(ctx.obj.log_level, log_format)
     sock = bind(host, port)
-    shard_set = open_set(directory, tp_size, dtype, revision)
+    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     _run(shard_set, launch, options, sock)
 
 

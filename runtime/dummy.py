@@ -35,7 +35,7 @@ class ConfigSource:
     fingerprint: None = None
     has_weights: bool = False
 
-    def rows(self, name: str, start: int, stop: int):  # noqa: ANN201 - never returns
+    def rows(self, name: str, start: int, stop: int):
         """There are none."""
         raise CheckpointError(f"{self.label}: {name} has no weights", "name a checkpoint")
 

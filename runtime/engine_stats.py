@@ -39,6 +39,7 @@ class StatsReporter:
                 cached_tokens=scheduler.num_cached_tokens,
                 preemptions=scheduler.num_preemptions,
                 step_seconds=self._step_seconds,
+                queue_seconds=scheduler.queue_seconds,
             )
         )
-        self._step_seconds = []
+        self._step_seconds, scheduler.queue_seconds = [], []

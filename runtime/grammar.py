@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..shardplan.errors import UsageError
+from .grammar_tokenizer import load_tokenizer
 from .messages import Request
 
 if TYPE_CHECKING:
@@ -67,19 +68,6 @@ class Grammars:
         if matcher is None:
             return False
         return not matcher.consume_token(token_id) or matcher.is_stopped()
-
-
-def load_tokenizer(tokenizer_json: bytes | None, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """A tokenizer for llguidance; raises UsageError where the model's cannot be used."""
-    if tokenizer_json is None or not eos_ids:
-        raise UsageError("this model has no tokenizer or no end of text, so answers cannot be given a form")
-    from llguidance import LLTokenizer
-
-    try:
-        return LLTokenizer(tokenizer_json.decode(), n_vocab=vocab_size, eos_token=list(eos_ids))
-    except (ValueError, RuntimeError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise UsageError(f"answers of this model cannot be given a form: its tokenizer is not supported: {line}") from None
 
 
 def _words(matcher: LLMatcher) -> torch.Tensor:

@@ -131,7 +131,8 @@ class Stats(msgspec.Struct, tag=True):
     """Leader -> front: how busy the engine is, a few times a second and whenever it runs out of work.
 
     Blocks are those of all cache groups together; one that only could be found again counts as free. `step_seconds`
-    are the durations of the steps since the last report; tokens and preemptions count from the start.
+    are the durations of the steps since the last report, `queue_seconds` how long the sequences waited that were
+    admitted since; tokens and preemptions count from the start.
     """
 
     running: int
@@ -142,6 +143,7 @@ class Stats(msgspec.Struct, tag=True):
     cached_tokens: int
     preemptions: int
     step_seconds: list[float]
+    queue_seconds: list[float]
 
 
 class Failed(msgspec.Struct, tag=True):

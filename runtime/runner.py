@@ -11,8 +11,8 @@ from ..shardplan.config import ModelConfig
 from ..shardplan.plan import ShardPlan
 from .batch import ForwardBatch
 from .communicator import Communicator
-from .kv_cache import KVCache
 from .kernels import use_kernels
+from .kv_cache import KVCache
 from .layers.builder import LayerBuilder
 from .layers.rotary import RotaryTables
 from .messages import Step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)
     is_sampled: bool = False  # the last token is known to the ranks: it was sampled from this slot's last step
     digests: list[bytes] = field(default_factory=list)  # names of the full blocks so far
+    arrived: float = field(default_factory=time.monotonic)
+    was_admitted: bool = False  # before, if it was preempted
     num_cached: int = 0  # prompt tokens that were found in the cache when it was admitted
 
     def __post_init__(self) -> None:
@@ -65,6 +68,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of all sequences admitted so far
         self.num_cached_tokens = 0  # of these, found in the cache
+        self.queue_seconds: list[float] = []  # how long the sequences admitted since the last report had waited
 
     @property
     def has_work(self) -> bool:
@@ -109,6 +113,9 @@ class Scheduler:
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
+            if not sequence.was_admitted:
+                self.queue_seconds.append(time.monotonic() - sequence.arrived)
+                sequence.was_admitted = True
             self.num_prompt_tokens += sequence.num_tokens
             self.num_cached_tokens += sequence.num_computed
             scheduled.append(self._take(sequence, count))

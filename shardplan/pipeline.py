@@ -231,6 +231,7 @@ def write_tensors(
                 worker.join()
     if work.failure is not None:
         raise work.failure
+    progress(work.bytes_done)
 
 
 def usable_cores() -> int:

@@ -91,15 +91,3 @@ def share_size(size: int, unit: int, weights: Sequence[int]) -> list[Range]:
     """Share `size` rows in units of `unit`; only the last range may end inside a unit."""
     ranges = share(-(-size // unit), weights)
     return [(a * unit, min(b * unit, size)) for a, b in ranges]
-
-
-def even_sizes(num_heads: int, num_kv_heads: int, sizes: Sequence[int]) -> list[int]:
-    """World sizes up to num_heads at which every rank gets equally many q heads and an equal part of each size."""
-
-    def is_even(n: int) -> bool:
-        q, _ = share_heads(num_heads, num_kv_heads, [1] * n)
-        if len({b - a for a, b in q}) > 1:
-            return False
-        return all(s >= n and len({b - a for a, b in share_size(s, aligned_unit(s, n), [1] * n)}) == 1 for s in sizes)
-
-    return [n for n in range(1, num_heads + 1) if is_even(n)]

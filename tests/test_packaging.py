@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +100,7 @@ LOADED = "\nimport json\nprint(json.dumps(sorted(name for name in sys.modules if
 
 def test_help_imports_nothing_heavy() -> None:
     loaded = set(json.loads(run_python(HELP + LOADED).splitlines()[-1]))
-    heavy = {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "gguf", "zmq", "jinja2"}
+    heavy = {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "gguf", "zmq", "jinja2", "fastapi"}
     assert not loaded & heavy
 
 
@@ -152,13 +154,31 @@ def test_dependencies_run_one_way(folder: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "scripts", "benchmarks"])
+@pytest.mark.parametrize("folder", [*FOLDERS, "scripts"])
 def test_transformers_is_for_tests_only(folder: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in product_files(folder)
         for name in imported_modules(path)
         if name.split(".")[0] == "transformers"
+    ]
+    assert not wrong
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    """Guards against a package that is there only because the tests, or another package, need it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in project["dependencies"]}
+    come_with = {"triton": "torch", "starlette": "fastapi"}
+    names = {"pyzmq": "zmq"}
+    known = sys.stdlib_module_names | {names.get(name, name) for name in declared} | {"mgtp"}
+    known |= {name for name, owner in come_with.items() if owner in declared}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for folder in FOLDERS
+        for path in product_files(folder)
+        for name in imported_modules(path)
+        if name.split(".")[0] not in known
     ]
     assert not wrong
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .activation import tanh
-from .launch import Kernel, dot, num_processors, precision, start_dependents, wait_for_inputs
+from .launch import Kernel, dot, num_processors, precision, start_dependents, start_dependents_late, wait_for_inputs
 from .rotary import HeadNorm, Rotation, load_rotated, norm_arguments, norm_flags
 
 LOG2_E = 1.4426950408889634
@@ -118,6 +118,7 @@ def _decode_attention(
             total = total * shrink + weight
             highest = new_highest
 
+    start_dependents_late(PDL)
     out_at = out_ptr + s.to(tl.int64) * (KV * G * D) + heads[:, None] * D + d[None, :]
     out_mask = (g < G)[:, None] & (d < D)[None, :]
     if SPLITS == 1:

@@ -24,6 +24,10 @@ def _has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+EARLY, LATE = 1, 2
+"""When a kernel lets the next one start: at once, or when its own loads are done. 0 stands for no dependent launch."""
+
+
 class Kernel:
     """A Triton kernel with a short way to launch what has been compiled already.
 
@@ -31,15 +35,15 @@ class Kernel:
     arguments come first in the kernel's signature, then constants, the last of which is PDL.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, function: Any, trigger: int = EARLY) -> None:
+        self.function, self.trigger = function, trigger
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any], *, warps: int, stages: int = 3
     ) -> None:
         """Launch on the current stream. The first argument is a tensor on the device to use."""
-        pdl = not INTERPRETED and _has_dependent_launch(arguments[0].device)
+        pdl = self.trigger if not INTERPRETED and _has_dependent_launch(arguments[0].device) else 0
         constants["PDL"] = pdl
         key = (tuple(constants.values()), warps, stages, *map(_specialization, arguments))
         compiled = self._compiled.get(key)
@@ -84,8 +88,15 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def start_dependents(PDL: tl.constexpr):
-    """Let the next kernel's blocks start as soon as there is room for them."""
-    if PDL:
+    """Let the next kernel's blocks start as soon as there is room for them, if this kernel does so early."""
+    if PDL == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def start_dependents_late(PDL: tl.constexpr):
+    """The same for a kernel that does so late."""
+    if PDL == 2:
         gdc_launch_dependents()
 
 

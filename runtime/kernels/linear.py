@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import INTERPRETED
 from .activation import gated, gated_activation
-from .launch import Kernel, dot, precision, prefetch, start_dependents, wait_for_inputs
+from .launch import Kernel, dot, precision, prefetch, start_dependents, start_dependents_late, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ def _row_products(
         if GATED:
             u = tl.load(w_at + N.to(tl.int64) * K + start, mask=mask, other=0.0, eviction_policy="evict_first")
             total_up += u.to(tl.float32) * x
+    start_dependents_late(PDL)
     y = tl.sum(total, 1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
@@ -127,6 +128,7 @@ def _tile_products(
         if GATED:
             u = tl.load(w_at + N.to(tl.int64) * K + start, mask=within[None, :], other=0.0, eviction_policy="evict_first")
             up = dot(u, x, up, PRECISION)
+    start_dependents_late(PDL)
     if SPLITS == 1:
         _finish_tile(total, up, bias_ptr, y_ptr, rows, tokens, inside, present, N, HAS_BIAS, GATED, ACT)
     else:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel, start_dependents, wait_for_inputs
+from .launch import Kernel, start_dependents, start_dependents_late, wait_for_inputs
 
 
 @triton.jit
@@ -39,6 +39,7 @@ def _add_rms_norm(
     if HAS_RESIDUAL:
         x = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         tl.store(total_ptr + at, x.to(dtype), mask=inside)
+    start_dependents_late(PDL)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / SIZE + eps)
     normed = rms_scale(x, weight, inverse, HAS_WEIGHT, ONE_PLUS, CAST_FIRST, dtype)
     tl.store(normed_ptr + at, normed.to(dtype), mask=inside)

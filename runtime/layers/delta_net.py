@@ -52,11 +52,9 @@ class GatedDeltaNet:
     def _mixed(self, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Sequences of any lengths, [T, ..] -> [T, v, dv]: those with one new token together, the others in turn."""
         out = qkv.new_empty(len(qkv), self.heads, self.net.value_dim, dtype=torch.float32)
-        single = [s for s, count in enumerate(batch.query_lens) if count == 1]
         ends = list(accumulate(batch.query_lens))
-        if single:
-            rows = torch.tensor([ends[s] - 1 for s in single], device=qkv.device)
-            slots = batch.state_slots[torch.tensor(single, device=qkv.device)]
+        if 1 in batch.query_lens:
+            rows, slots = _single_tokens(batch, ends)
             out[rows] = self._step(qkv[rows], g[rows], beta[rows], batch, slots)
         for s, count in enumerate(batch.query_lens):
             if count > 1:
@@ -101,3 +99,13 @@ class GatedDeltaNet:
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         unit = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
         return unit.repeat_interleave(self.heads // x.shape[1], dim=1)
+
+
+def _single_tokens(batch: ForwardBatch, ends: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, state slots) of the sequences with one new token, worked out once a step."""
+    key = "single tokens"
+    if key not in batch.scratch:
+        single = [s for s, count in enumerate(batch.query_lens) if count == 1]
+        rows, sequences = torch.tensor([[ends[s] - 1 for s in single], single], device=batch.state_slots.device)
+        batch.scratch[key] = rows, batch.state_slots[sequences]
+    return batch.scratch[key]

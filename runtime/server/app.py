@@ -25,9 +25,9 @@ _ERROR_SCHEMA = {
     "description": "An error in OpenAI's form.",
     "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: _ERROR_SCHEMA for status in (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
-}
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    (400, 401, 404, 408, 413, 422, 429, 500, 503, 504), _ERROR_SCHEMA
+)
 
 
 class Server:

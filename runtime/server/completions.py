@@ -17,6 +17,8 @@ from .forms import ChatForm, CompletionForm, Form
 from .generation import Answer, Generation, merge
 from .protocol import ChatRequest, CompletionRequest, Sampling
 from .streaming import EventStream, encode, unless_gone
+from .structured import read_format
+from .tools import ToolUse
 
 if TYPE_CHECKING:
     from .app import Server
@@ -44,7 +46,8 @@ async def complete(server: Server, http: HttpRequest, body: CompletionRequest) -
     if max_tokens == 0:
         return await _nothing(server, http, body, form)
     room = [min(max_tokens, model.max_model_len - len(prompt)) for prompt in ids]
-    answers = _answers(server, form, options, room, stop, continues=True)
+    grammar = await read_format(model, body.response_format)
+    answers = _answers(server, form, options, room, stop, grammar, continues=True)
     return await _respond(server, http, body, form, answers)
 
 
@@ -58,16 +61,25 @@ async def chat(server: Server, http: HttpRequest, body: ChatRequest) -> Response
     n, stop = prompts.read_n(body.n, limits), prompts.read_stop(body.stop, model, limits)
     given, name = prompts.chat_max_tokens(body)
     max_tokens = prompts.read_max_tokens(given, name, 1, 1)
-    ids = await prompts.read_conversation(model, body.messages, None, body.chat_template_kwargs)
+    tools = ToolUse.of(body, model)
+    ids = await prompts.read_conversation(model, body.messages, tools.documents, body.chat_template_kwargs)
     prompts.check_prompt(ids, max_tokens, model)
-    form = ChatForm(model, [ids], n, bool(body.logprobs), bool(body.return_token_ids))
+    grammar = await (tools.grammar(model) if tools.forced else read_format(model, body.response_format))
+    form = ChatForm(model, [ids], n, bool(body.logprobs), bool(body.return_token_ids), tools)
     room = max_tokens if given is not None else model.max_model_len - len(ids)
-    answers = _answers(server, form, options, [room], stop, continues=False)
+    answers = _answers(server, form, options, [room], stop, grammar, continues=False)
     return await _respond(server, http, body, form, answers)
 
 
 def _answers(
-    server: Server, form: Form, options: SamplingParams, room: Sequence[int], stop: Sequence[str], continues: bool
+    server: Server,
+    form: Form,
+    options: SamplingParams,
+    room: Sequence[int],
+    stop: Sequence[str],
+    grammar: str | None,
+    *,
+    continues: bool,
 ) -> list[Answer]:
     """The sequences of a request: n answers to every prompt, of at most `room` tokens."""
     answers = []
@@ -75,7 +87,7 @@ def _answers(
         sampling = msgspec.structs.replace(options, max_tokens=tokens).with_seed()
         for choice in range(form.n):
             index = len(answers)
-            request = Request(f"{form.id}-{index}", ids, sampling, server.model.eos_ids)
+            request = Request(f"{form.id}-{index}", ids, sampling, server.model.eos_ids, grammar)
             request = prompts.with_choice_seed(request, choice)
             answers.append(Answer(index, request, server.model, stop, continues))
     return answers

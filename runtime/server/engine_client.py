@@ -19,7 +19,7 @@ log = logging.getLogger("mgtp.server")
 STALL_SECONDS = 30.0
 """Work, but no word from the leader for this long: not ready for more."""
 
-_IDLE = Stats(0, 0, 0, 0, 0, 0, 0, [])
+_IDLE = Stats(0, 0, 0, 0, 0, 0, 0, [], [])
 
 
 class Ticket:

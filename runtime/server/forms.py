@@ -11,6 +11,7 @@ from typing import Any
 from .generation import Piece
 from .logprobs import chat_logprobs, completion_logprobs
 from .model import ServedModel
+from .tools import ToolCall, ToolUse
 
 
 @dataclass
@@ -113,13 +114,19 @@ class CompletionForm(Form):
 class ChatForm(Form):
     """/v1/chat/completions."""
 
+    tools: ToolUse = field(default_factory=ToolUse)
+
     def __post_init__(self) -> None:
         self.prefix, self.whole_object = "chatcmpl-", "chat.completion"
         self.chunk_object = "chat.completion.chunk"
+        self._readers = [self.tools.reader() for _ in range(self.n)]
         super().__post_init__()
 
     def choice(self, answer: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        text, calls = self._read(answer)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.document() for call in calls]
         return self._choice(answer, "message", message)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -127,7 +134,24 @@ class ChatForm(Form):
         return [self.chunk([self._choice(Piece(i), "delta", first)]) for i in range(self.n)]
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        return [self._choice(piece, "delta", {"content": piece.text} if piece.text else {})]
+        text, calls = self._read(piece)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": call.index, **call.document()} for call in calls]
+        if not (delta or piece.entries or piece.token_ids or piece.finish_reason):
+            return []  # what may be a call is held back until it is whole
+        return [self._choice(piece, "delta", delta)]
+
+    def _read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
+        """The text and the calls of a piece; an answer that ends with a call has ended because of it."""
+        reader = self._readers[piece.index]
+        text, calls = reader.push(piece.text)
+        if piece.finish_reason is not None:
+            rest, more = reader.finish()
+            text, calls = text + rest, calls + more
+            if reader.num_calls and piece.finish_reason == "stop":
+                piece.finish_reason = "tool_calls"
+        return text, calls
 
     def _choice(self, piece: Piece, key: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = chat_logprobs(self.model.tokenizer, piece.entries) if self.with_logprobs else None

@@ -117,9 +117,7 @@ class Life:
     async def _serve(self, started: StartedGroup, ranks: AsyncRanks) -> None:
         """From ready ranks to drained ones."""
         options, server = self._options, self.server
-        client = EngineClient(
-            ranks, server.metrics, max_num_seqs=options.max_num_seqs, max_queue=options.max_queue
-        )
+        client = EngineClient(ranks, server.metrics, max_num_seqs=options.max_num_seqs, max_queue=options.max_queue)
         server.model.ready = started.ready
         server.metrics.observe_ready(started.ready)
         server.client = client
@@ -153,7 +151,7 @@ class Life:
         client.fail_all(unavailable("the server is shutting down", code="draining"))
 
 
-async def _first(task: asyncio.Task, other) -> bool:  # noqa: ANN001
+async def _first(task: asyncio.Task, other) -> bool:
     """Wait for a task or for something else; whether the task has ended."""
     rival = asyncio.ensure_future(other)
     await asyncio.wait((task, rival), return_when=asyncio.FIRST_COMPLETED)

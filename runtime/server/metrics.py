@@ -16,32 +16,62 @@ class Metrics:
     """One server's metrics, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        of = {"registry": self.registry}
-        self.requests = Counter("mgtp_requests", "HTTP requests by path and status.", ["path", "status"], **of)
-        self.finished = Counter("mgtp_sequences_finished", "Sequences by how they ended.", ["reason"], **of)
-        self.prompt_tokens = Counter("mgtp_prompt_tokens", "Tokens of prompts.", **of)
-        self.generated_tokens = Counter("mgtp_generated_tokens", "Tokens generated.", **of)
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "mgtp_requests", "HTTP requests by path and status.", ["path", "status"], registry=registry
+        )
+        self.finished = Counter(
+            "mgtp_sequences_finished", "Sequences by how they ended.", ["reason"], registry=registry
+        )
+        self.prompt_tokens = Counter("mgtp_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.generated_tokens = Counter("mgtp_generated_tokens", "Tokens generated.", registry=registry)
         self.first_token = Histogram(
-            "mgtp_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_SECONDS, **of
+            "mgtp_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.between_tokens = Histogram(
-            "mgtp_time_between_tokens_seconds", "Between two tokens of a sequence.", buckets=_STEP_SECONDS, **of
+            "mgtp_time_between_tokens_seconds",
+            "Between two tokens of a sequence.",
+            buckets=_STEP_SECONDS,
+            registry=registry,
         )
         self.request_seconds = Histogram(
-            "mgtp_request_seconds", "From a request's arrival to its last token.", buckets=_SECONDS, **of
+            "mgtp_request_seconds",
+            "From a request's arrival to its last token.",
+            buckets=_SECONDS,
+            registry=registry,
         )
-        self.step_seconds = Histogram("mgtp_step_seconds", "Duration of a step.", buckets=_STEP_SECONDS, **of)
-        self.sequences = Gauge("mgtp_sequences", "Sequences by state.", ["state"], **of)
-        self.blocks = Gauge("mgtp_kv_blocks", "Blocks of the KV cache by state.", ["state"], **of)
+        self.queue_seconds = Histogram(
+            "mgtp_queue_seconds",
+            "How long a sequence waited for its first step.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.step_seconds = Histogram(
+            "mgtp_step_seconds", "Duration of a step.", buckets=_STEP_SECONDS, registry=registry
+        )
+        self.sequences = Gauge("mgtp_sequences", "Sequences by state.", ["state"], registry=registry)
+        self.blocks = Gauge("mgtp_kv_blocks", "Blocks of the KV cache by state.", ["state"], registry=registry)
         self.scheduled_tokens = Gauge(
-            "mgtp_scheduled_prompt_tokens", "Prompt tokens that were scheduled since the start.", **of
+            "mgtp_scheduled_prompt_tokens", "Prompt tokens that were scheduled since the start.", registry=registry
         )
-        self.cached_tokens = Gauge("mgtp_prefix_cache_hit_tokens", "Of these, those found in the prefix cache.", **of)
-        self.preemptions = Gauge("mgtp_preemptions", "Sequences that gave their blocks back, since the start.", **of)
-        self.rank_weights = Gauge("mgtp_rank_weight_bytes", "Weights a rank holds.", ["rank", "device"], **of)
-        self.rank_memory = Gauge("mgtp_rank_device_bytes", "Memory of a rank's device.", ["rank", "device", "kind"], **of)
-        self.collectives = Gauge("mgtp_collective_backend_info", "1 for the backend in use.", ["backend"], **of)
+        self.cached_tokens = Gauge(
+            "mgtp_prefix_cache_hit_tokens", "Of these, those found in the prefix cache.", registry=registry
+        )
+        self.preemptions = Gauge(
+            "mgtp_preemptions", "Sequences that gave their blocks back, since the start.", registry=registry
+        )
+        self.rank_weights = Gauge(
+            "mgtp_rank_weight_bytes", "Weights a rank holds.", ["rank", "device"], registry=registry
+        )
+        self.rank_memory = Gauge(
+            "mgtp_rank_device_bytes", "Memory of a rank's device.", ["rank", "device", "kind"], registry=registry
+        )
+        self.collectives = Gauge(
+            "mgtp_collective_backend_info", "1 for the backend in use.", ["backend"], registry=registry
+        )
 
     def observe_ready(self, ready: Sequence[Ready]) -> None:
         """What ranks said when they were ready."""
@@ -61,6 +91,8 @@ class Metrics:
         self.scheduled_tokens.set(stats.prompt_tokens)
         self.cached_tokens.set(stats.cached_tokens)
         self.preemptions.set(stats.preemptions)
+        for seconds in stats.queue_seconds:
+            self.queue_seconds.observe(seconds)
         for seconds in stats.step_seconds:
             self.step_seconds.observe(seconds)
 

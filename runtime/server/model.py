@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...shardplan.shard_set import ShardSet
 from ..generation_defaults import generation_defaults
+from ..grammar_tokenizer import load_tokenizer
 from ..messages import Ready
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .errors import ApiError, unavailable
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 T = TypeVar("T")
 
@@ -58,6 +63,11 @@ class ServedModel:
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: names the weights."""
         return f"fp_{self.shard_set.plan.fingerprint[-12:]}"
+
+    @cached_property
+    def grammar_tokenizer(self) -> LLTokenizer:
+        """The tokenizer for checking grammars, made on first use; raises UsageError where the model's cannot be used."""
+        return load_tokenizer(self.shard_set.files.get("tokenizer.json"), self.vocab_size, self.eos_ids)
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""

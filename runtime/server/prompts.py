@@ -121,7 +121,9 @@ def read_options(body: Sampling, model: ServedModel, limits: ServerOptions, logp
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if logprobs is not None:
         if not 0 <= logprobs <= limits.max_logprobs:
-            raise ApiError(400, f"logprobs is {_shown(logprobs)}, it must be from 0 to {limits.max_logprobs}", param="logprobs")
+            raise ApiError(
+                400, f"logprobs is {_shown(logprobs)}, it must be from 0 to {limits.max_logprobs}", param="logprobs"
+            )
         given["logprobs"] = logprobs
     try:
         return SamplingParams(**{**model.defaults, **given}).validate(model.vocab_size)

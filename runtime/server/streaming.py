@@ -80,4 +80,3 @@ class EventStream(Response):
 
 async def _send_event(send: Send, content: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + content + b"\n\n", "more_body": True})
-

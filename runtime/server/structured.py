@@ -31,6 +31,7 @@ async def schema_grammar(model: ServedModel, schema: dict[str, Any], param: str)
 def _check(model: ServedModel, schema: dict[str, Any], param: str) -> str:
     from llguidance import LLMatcher
 
+    grammar = ""
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         problem = LLMatcher.validate_grammar(grammar, model.grammar_tokenizer)

@@ -53,6 +53,10 @@ class ChatTemplate:
         """Whether there is a template at all."""
         return bool(self._templates)
 
+    def source(self, has_tools: bool = False) -> str:
+        """The text of the template that `render` would use; raises as it does."""
+        return self._templates[self._choose(has_tools)]
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

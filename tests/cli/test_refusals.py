@@ -52,3 +52,16 @@ def test_ranks_of_two_sets_are_not_mixed(tiny_checkpoint, tmp_path, capsys):
         path.write_bytes(right[:-1])
     assert main(["generate", str(tmp_path / "base"), "--prompt", "x", "--device", "cpu"]) == 3
     assert "rank-0-of-2.safetensors" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_a_flipped_bit_in_the_weights_is_found_when_asked(tiny_checkpoint, tmp_path, capsys):
+    assert main(["shard", str(tiny_checkpoint("base")), "--tp-size", "2", "--out", str(tmp_path / "set")]) == 0
+    file = tmp_path / "set" / "rank-1-of-2.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 4
+    file.write_bytes(content)
+    capsys.readouterr()
+    for command in (["generate", "--prompt", "x"], ["probe-memory"]):
+        arguments = [command[0], str(tmp_path / "set"), *command[1:], "--device", "cpu", "--verify-on-load"]
+        assert main(arguments) == 3
+        assert "rank-1-of-2.safetensors: lm_head.weight" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,13 @@ def run_folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def served_checkpoint(tiny_checkpoint) -> Path:
-    """The checkpoint behind `server`: a byte-level vocabulary and room for 32768 tokens."""
-    return tiny_checkpoint("long32k")
+def served_checkpoint(tiny_checkpoint, tmp_path_factory) -> Path:
+    """The checkpoint behind `server`: a byte-level vocabulary, room for 32768 tokens, a template that knows tools."""
+    folder = tmp_path_factory.mktemp("served") / "long32k"
+    shutil.copytree(tiny_checkpoint("long32k"), folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -197,7 +197,9 @@ def test_echo(client):
     options = {**GREEDY, "prompt": ["héé", "xyz"], "max_tokens": 5}
     plain = client.completions.create(**options)
     echoed = client.completions.create(**options, echo=True)
-    assert [c.text for c in echoed.choices] == [p + c.text for p, c in zip(options["prompt"], plain.choices, strict=True)]
+    assert [c.text for c in echoed.choices] == [
+        p + c.text for p, c in zip(options["prompt"], plain.choices, strict=True)
+    ]
     options["prompt"] = "xyz"
     assert completion_text(client.completions.create(**options, echo=True, stream=True)) == echoed.choices[1].text
     scored = client.completions.create(**{**options, "max_tokens": 0}, echo=True)

@@ -115,8 +115,11 @@ def test_chat_parameters(server, change, words):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}', b'{"max_tokens": 1e999, "prompt": "x"}',
-     b'{"prompt": "x", "temperature": Infinity}', b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"],
+    [
+        b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}',
+        b'{"max_tokens": 1e999, "prompt": "x"}', b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    ],
 )  # fmt: skip
 def test_bodies_that_are_no_request(server, body):
     answer = server.http.post("/v1/completions", content=body, headers=JSON)
