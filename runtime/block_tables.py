@@ -14,7 +14,7 @@ class BlockTables:
     def __init__(self, num_groups: int, num_slots: int, blocks: int, device: torch.device) -> None:
         self.device = device
         self._all = torch.zeros((num_groups, num_slots + 1, blocks), dtype=torch.int32, device=device)
-        self._known: list[list[list[int]]] = [[[] for _ in range(num_slots)] for _ in range(num_groups)]
+        self._known: list[list[list[int]]] = [[[] for _ in range(num_slots + 1)] for _ in range(num_groups)]
 
     @property
     def groups(self) -> list[torch.Tensor]:

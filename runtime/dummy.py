@@ -59,7 +59,7 @@ def dummy_shard_set(path: Path, tp_size: int, dtype: str = "auto") -> ShardSet:
     name = safetensors_name(stated if dtype == "auto" else dtype)
     tensors = {spec.name: TensorInfo(spec.name, name, spec.shape) for spec in model_tensors(model)}
     plan = make_plan(ConfigSource(str(path), config, tensors), tp_size, COMMON_NAME[name])  # type: ignore[arg-type]
-    return ShardSet(path.parent, plan, config, effective_model(model, plan), {CONFIG_FILE: path.read_bytes()})
+    return ShardSet(path, plan, config, effective_model(model, plan), {CONFIG_FILE: path.read_bytes()})
 
 
 def random_block(plan: RankPlan, device: torch.device) -> torch.Tensor:

@@ -43,6 +43,11 @@ class Grammars:
             self._tokenizer = load_tokenizer(self._tokenizer_json, self._vocab_size, eos_ids)
         return self._tokenizer
 
+    @property
+    def any(self) -> bool:
+        """Whether any request has a grammar."""
+        return bool(self._matchers)
+
     def drop(self, request_id: str) -> None:
         """Forget a request."""
         self._matchers.pop(request_id, None)

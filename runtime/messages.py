@@ -30,6 +30,10 @@ class MeasureMemory(msgspec.Struct, tag=True):
     """Front -> leader, who passes it on: every rank answers with a MemoryReport."""
 
 
+class MeasureCeiling(msgspec.Struct, tag=True):
+    """Front -> leader, who passes it on: every rank answers with a CeilingReport."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """Front -> leader, who passes it on: finish and exit together."""
 
@@ -127,6 +131,14 @@ class MemoryReport(msgspec.Struct, tag=True):
     kv_cache_tokens: int
 
 
+class CeilingReport(msgspec.Struct, tag=True):
+    """Rank -> front: what its device can do at best (see runtime/ceiling.py), both a second."""
+
+    rank: int
+    copy_bytes_per_s: float
+    product_flops: float
+
+
 class Stats(msgspec.Struct, tag=True):
     """Leader -> front: how busy the engine is, a few times a second and whenever it runs out of work.
 
@@ -157,6 +169,6 @@ class Failed(msgspec.Struct, tag=True):
     collective: bool
 
 
-FrontMessage = Request | Abort | MeasureMemory | Stop
-StepMessage = Step | MeasureMemory | Stop
-RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | Stats | Failed
+FrontMessage = Request | Abort | MeasureMemory | MeasureCeiling | Stop
+StepMessage = Step | MeasureMemory | MeasureCeiling | Stop
+RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | CeilingReport | Stats | Failed

@@ -13,12 +13,15 @@ from . import memory, mesh
 from .blocks import SCRATCH_BLOCK, BlockPool
 from .cache_layout import cache_groups
 from .capacity import CacheDemand, longest_context, plan_blocks
+from .ceiling import copy_bandwidth, product_rate
 from .dummy import dummy_shard_set, random_block
 from .engine import Engine
 from .engine_stats import StatsReporter
 from .messages import (
     Abort,
+    CeilingReport,
     FrontMessage,
+    MeasureCeiling,
     MeasureMemory,
     MemoryReport,
     Ready,
@@ -108,7 +111,9 @@ class RankWorker:
     @property
     def loaded_bytes(self) -> int:
         """Bytes of weights that this rank holds now: what loading took, and on the CPU what is resident of the file."""
-        mapped = 0 if self.place.device.type == "cuda" or self.options.dummy_weights else memory.resident_bytes(self.file)
+        mapped = (
+            0 if self.place.device.type == "cuda" or self.options.dummy_weights else memory.resident_bytes(self.file)
+        )
         return self.load_growth + mapped
 
     def allocate(self) -> None:
@@ -161,7 +166,7 @@ class RankWorker:
         engine = self.make_engine()
         stats = StatsReporter(engine.scheduler, self.link.send)
         while True:
-            message = self.link.receive(0 if engine.scheduler.has_work else None)
+            message = self.link.receive(0 if engine.has_work else None)
             while message is not None:
                 if isinstance(message, Stop):
                     self.link.send_step(message)
@@ -182,9 +187,9 @@ class RankWorker:
             engine.add(message)
         elif isinstance(message, Abort):
             engine.abort(message.id)
-        elif isinstance(message, MeasureMemory):
+        elif isinstance(message, MeasureMemory | MeasureCeiling):
             self.link.send_step(message)
-            self.measure()
+            self.measure() if isinstance(message, MeasureMemory) else self.measure_ceiling()
 
     def make_engine(self) -> Engine:
         """The leader's engine over all of the cache's blocks."""
@@ -198,17 +203,27 @@ class RankWorker:
         sharable = not model.rope_depends_on_length and all(layer.delta_net is None for layer in model.layers)
         scheduler = Scheduler(pools, options.max_num_seqs, options.max_batch_tokens, prefix_caching=sharable)
         tokenizer = self.shard_set.files.get("tokenizer.json")
-        return Engine(self.runner, scheduler, self.demand.max_model_len, self.link.send_step, tokenizer)
+        on_gpu = self.place.device.type == "cuda"
+        return Engine(self.runner, scheduler, self.demand.max_model_len, self.link.send_step, tokenizer, overlap=on_gpu)
 
     def follow(self) -> None:
         """Do what the leader says."""
         while not isinstance(message := self.link.receive(), Stop):
             if isinstance(message, MeasureMemory):
                 self.measure()
+            elif isinstance(message, MeasureCeiling):
+                self.measure_ceiling()
             elif isinstance(message, Step):
                 self.runner.forward(message)
                 if any(s.sample for s in message.sequences):
                     self.runner.settle(message, None)
+
+    def measure_ceiling(self) -> None:
+        """Tell the front what this rank's device can do at best."""
+        device = self.place.device
+        self.link.send(CeilingReport(self.rank, copy_bandwidth(device), product_rate(device, self.runner.dtype)))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def measure(self) -> None:
         """Run one forward pass over resident weights and tell the front what this rank holds."""

@@ -9,7 +9,7 @@ import torch
 
 from ..shardplan.config import ModelConfig
 from ..shardplan.plan import ShardPlan
-from .batch import ForwardBatch
+from .batch import ForwardBatch, upload
 from .communicator import Communicator
 from .kernels import use_kernels
 from .kv_cache import KVCache
@@ -79,7 +79,7 @@ class Runner:
         slots = [s.slot for s in step.sequences if s.sample]
         ids = torch.empty(len(slots), dtype=torch.int64, device=self.place.device) if sampled is None else sampled
         ids = self.place.communicator.broadcast(ids)
-        self.last_ids[torch.tensor(slots, dtype=torch.int64, device=self.place.device)] = ids
+        self.last_ids.index_copy_(0, upload(slots, self.place.device).long(), ids)
         return ids
 
     def _batch(self, step: Step, all_logits: bool) -> ForwardBatch:

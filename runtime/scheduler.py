@@ -10,7 +10,11 @@ from .blocks import BlockPool, chain_hash
 from .messages import Request, SequenceStep
 
 
-@dataclass
+TOKEN_TO_COME = -1
+"""Stands in a sequence's output for a token that the device has sampled, or will, and nobody has read."""
+
+
+@dataclass(eq=False)
 class Sequence:
     """A request on its way. Tokens [0, num_computed) are in the cache."""
 
@@ -26,6 +30,9 @@ class Sequence:
     was_admitted: bool = False  # before, if it was preempted
     num_cached: int = 0  # prompt tokens that were found in the cache when it was admitted
 
+    is_full: bool = False  # no token can follow the last one, which is yet to be read
+    is_finished: bool = False
+
     def __post_init__(self) -> None:
         self.tables = [[] for _ in range(self.num_groups)]
 
@@ -33,6 +40,16 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether its last token is yet to be read."""
+        return bool(self.output_ids) and self.output_ids[-1] == TOKEN_TO_COME
+
+    def expect_token(self) -> int:
+        """Make room in the output for a token that is being sampled; returns its place there."""
+        self.output_ids.append(TOKEN_TO_COME)
+        return len(self.output_ids) - 1
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of prompt and output together."""
@@ -82,29 +99,34 @@ class Scheduler:
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; unknown ids are ignored."""
         self._publish()
-        for sequence in [s for s in self.running if s.request.id == request_id]:
+        for sequence in [s for s in (*self.running, *self.waiting) if s.request.id == request_id]:
             self.finish(sequence)
-        self.waiting = deque(s for s in self.waiting if s.request.id != request_id)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out of the running ones."""
+        """Take a sequence out, wherever it is: it may have been preempted while its last token was on its way."""
         self._publish()
-        self.running.remove(sequence)
-        self._release(sequence)
+        sequence.is_finished = True
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
 
     def schedule(self) -> list[Scheduled]:
         """The next step's work. Empty only when there is none."""
         self._publish()
         budget, scheduled = self.max_batch_tokens, []
         for sequence in list(self.running):
-            if sequence.slot < 0:
-                continue  # preempted by an older one in this very loop
+            if sequence.slot < 0 or sequence.is_full:
+                continue  # preempted by an older one in this very loop, or about to end
             count = min(sequence.num_tokens - sequence.num_computed, budget)
             if count > 0 and self._make_room(sequence, sequence.num_computed + count):
                 scheduled.append(self._take(sequence, count))
                 budget -= count
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
+            if sequence.awaits_token:
+                break  # preempted: all of its tokens are needed to compute it again
             self._find_prefix(sequence)
             count = min(sequence.num_tokens - sequence.num_computed, budget)
             if not self._fits(sequence, sequence.num_computed + count):

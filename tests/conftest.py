@@ -90,3 +90,12 @@ def smollm2(models_folder: Path) -> Path:
     if not path.exists():
         pytest.skip(f"{path} is missing: run scripts/fetch_models.py")
     return path
+
+
+@pytest.fixture(scope="session")
+def gemma3_270m(models_folder: Path) -> Path:
+    """Gemma 3 270M as GGUF; skips where it has not been fetched."""
+    path = models_folder / "gemma-3-270m-q4_k_m.gguf"
+    if not path.exists():
+        pytest.skip(f"{path} is missing: run scripts/fetch_models.py --all")
+    return path

@@ -10,19 +10,17 @@ import torch
 
 
 @lru_cache(maxsize=4)
-def load_reference(folder: str, dtype: str = "float32", gguf_file: str | None = None) -> Any:
+def load_reference(folder: str, dtype: str = "float32") -> Any:
     """The model in `folder`, in evaluation mode."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
-    cls = getattr(transformers, config.architectures[0]) if gguf_file is None else transformers.AutoModelForCausalLM
-    options = {"attn_implementation": "eager", "dtype": getattr(torch, dtype)}
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
+    config = transformers.AutoConfig.from_pretrained(folder)
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         config._experts_implementation = "eager"
-        options["config"] = config
-    return cls.from_pretrained(folder, **options).eval()
+    cls = getattr(transformers, config.architectures[0])
+    return cls.from_pretrained(
+        folder, config=config, attn_implementation="eager", dtype=getattr(torch, dtype)
+    ).eval()
 
 
 @torch.no_grad()

@@ -18,9 +18,7 @@ def tanh(x):
 @triton.jit
 def activate(x, ACT: tl.constexpr):
     """One of the activations that config.json names, in float32."""
-    tl.static_assert(
-        ACT == "silu" or ACT == "gelu" or ACT == "relu" or ACT == "gelu_new" or ACT == "gelu_pytorch_tanh"
-    )
+    tl.static_assert(ACT == "silu" or ACT == "gelu" or ACT == "relu" or ACT == "gelu_new" or ACT == "gelu_pytorch_tanh")
     if ACT == "silu":
         x = x * tl.sigmoid(x)
     elif ACT == "relu":

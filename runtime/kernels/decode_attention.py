@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 
 from .activation import tanh
-from .launch import Kernel, dot, num_processors, precision, start_dependents, start_dependents_late, wait_for_inputs
+from .launch import (
+    Kernel,
+    dot,
+    index_type,
+    num_processors,
+    precision,
+    start_dependents,
+    start_dependents_late,
+    wait_for_inputs,
+)
 from .rotary import HeadNorm, Rotation, load_rotated, norm_arguments, norm_flags
 
 LOG2_E = 1.4426950408889634
@@ -46,7 +55,7 @@ def _decode_attention(
     q_ptr, k_cache, v_cache, tables, rows, positions, out_ptr, partial, stats, counters,
     cos_sin, q_weight, k_weight, q_eps, k_eps, sinks, q_stride, table_stride, scale, cap, window,
     KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, G_DOT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
     FUSED: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TOKEN: tl.constexpr,
     HEAD_NORM: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -86,7 +95,7 @@ def _decode_attention(
         # Looked up one turn ahead, so that loads of keys wait for no other load of their own turn.
         block = next_block
         next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < end, other=0)
-        slots = ((block.to(tl.int64) * SIZE + at % SIZE) * KV + head) * D
+        slots = ((block.to(INDEX) * SIZE + at % SIZE) * KV + head) * D
         mask = seen[:, None] & (d < D)[None, :]
         k = tl.load(k_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
         scores = dot(q_dot, tl.trans(k), tl.zeros([G_DOT, BLOCK], tl.float32), PRECISION)
@@ -186,7 +195,7 @@ def choose_tiling(units: int, wide: int, itemsize: int, processors: int) -> tupl
     if wide > 128:
         return splits, ((32, 4, 3) if wide <= 256 else (16, 4, 2))
     if units <= 16:
-        return splits, (32, 4, 6)
+        return splits, (64, 4, 2)
     if units <= 128:
         return max(1, splits // 2), (128, 8, 3)
     return splits, ((64, 4, 4) if units <= 4 * processors else (64, 4, 2))
@@ -235,7 +244,7 @@ def decode_attention(
         ),
         {
             "KV": kv, "G": groups, "G_PAD": pad, "G_DOT": max(16, pad), "D": dim, "D_PAD": wide, "SIZE": size,
-            "BLOCK": block, "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits), "FUSED": fused,
+            "BLOCK": block, "INDEX": index_type(k_cache), "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits), "FUSED": fused,
             "ROT": rotation.cos_sin.shape[1] if rotation is not None else 0,
             "INTERLEAVED": rotation is not None and rotation.interleaved,
             "BY_TOKEN": rotation is not None and rotation.by_token, **norm_flags(norms),

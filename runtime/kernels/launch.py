@@ -69,6 +69,11 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def index_type(cache: torch.Tensor) -> Any:
+    """The type of offsets into `cache`: 64-bit arithmetic only where 32 do not reach."""
+    return tl.int32 if cache.numel() < 1 << 31 else tl.int64
+
+
 def precision(x: torch.Tensor) -> str:
     """How `dot` treats operands of `x`'s dtype: float32 is computed as such, not as tf32."""
     if INTERPRETED:

@@ -6,6 +6,7 @@ tensor cores take W's rows as one operand and the tokens, filled up to 16, as th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from . import INTERPRETED
 from .activation import gated, gated_activation
-from .launch import Kernel, dot, precision, prefetch, start_dependents, start_dependents_late, wait_for_inputs
+from .launch import LATE, Kernel, dot, precision, prefetch, start_dependents, start_dependents_late, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ def _tile_products(
         w = tl.load(w_at + start, mask=within[None, :], other=0.0, eviction_policy="evict_first")
         total = dot(w, x, total, PRECISION)
         if GATED:
-            u = tl.load(w_at + N.to(tl.int64) * K + start, mask=within[None, :], other=0.0, eviction_policy="evict_first")
+            u = tl.load(
+                w_at + N.to(tl.int64) * K + start, mask=within[None, :], other=0.0, eviction_policy="evict_first"
+            )
             up = dot(u, x, up, PRECISION)
     start_dependents_late(PDL)
     if SPLITS == 1:
@@ -167,7 +170,8 @@ def _finish_tile(
     tl.store(y_at, total.to(dtype), mask=present[None, :] & inside[:, None])
 
 
-_row_kernel, _tile_kernel = Kernel(_row_products), Kernel(_tile_products)
+# Late: blocks that wait for these kernels' results would take the place of blocks that still have weights to read.
+_row_kernel, _tile_kernel = Kernel(_row_products, LATE), Kernel(_tile_products, LATE)
 
 
 @lru_cache
@@ -221,12 +225,30 @@ def tile_products(
     return y
 
 
+PROGRAMS = 160
+"""Programs that a product of several tokens should come to, so that every multiprocessor has one and few have two."""
+
+
 def choose(tokens: int, rows: int, columns: int, itemsize: int, gated: bool) -> Tiling | None:
-    """The tiling that won on an H200 for such a product (docs/performance.md); None where cuBLAS did."""
+    """The tiling that made whole decode steps fastest on an H200 (docs/performance.md); None where cuBLAS did.
+
+    `rows` and `columns` of W, where `gated` of each half. Between its neighbours a product may prefer another tiling
+    than by itself, so benchmarks/step_search.py times steps.
+    """
     if tokens == 1:
-        block = min(2048, triton.next_power_of_2(columns)) * 2 // itemsize
-        return Tiling(rows=2 if columns > 8192 or (rows > 8192 and not gated) else 1, columns=max(16, block), warps=4)
-    return None
+        most = 4096 if gated else 2048
+        block = max(16, min(most, triton.next_power_of_2(columns)) * 2 // itemsize)
+        return Tiling(rows=2 if not gated and max(rows, columns) > 8192 else 1, columns=block, warps=8 if gated else 4)
+    if tokens > (128 if gated else 64) or itemsize > 2:
+        return None
+    if tokens > 64:
+        return Tiling(128, 64, 8, 4)
+    tiles = triton.cdiv(rows, 64)
+    splits = 1 << max(0, round(math.log2(PROGRAMS / tiles)))
+    splits = min(splits, max(1, triton.next_power_of_2(columns) // 1024))
+    if tokens > 32:
+        return Tiling(64, 128, 4, 4 if gated or splits == 1 else 6, splits)
+    return Tiling(64, 128, 4, 4 if gated else 6, splits)
 
 
 def linear(

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from .decode_attention import Softmax, scores_to_exponents
-from .launch import Kernel, dot, precision, start_dependents, wait_for_inputs
+from .launch import Kernel, dot, index_type, precision, start_dependents, wait_for_inputs
 
 
 @triton.jit
 def _attend(
     q, k_cache, v_cache, table, head, low, high, last_seen, first_seen, highest, total, acc, scale, cap,
     KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    INDEX: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [low, high); query i sees [first_seen[i], last_seen[i]], checked when MASKED."""
     d = tl.arange(0, D_PAD)
@@ -30,7 +30,7 @@ def _attend(
         # Looked up one turn ahead, so that loads of keys wait for no other load of their own turn.
         block = next_block
         next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < high, other=0)
-        slots = ((block.to(tl.int64) * SIZE + at % SIZE) * KV + head) * D
+        slots = ((block.to(INDEX) * SIZE + at % SIZE) * KV + head) * D
         if D == D_PAD:
             k = tl.load(k_cache + slots[None, :] + d[:, None])
             v = tl.load(v_cache + slots[:, None] + d[None, :])
@@ -59,7 +59,7 @@ def _attend(
 def _prefill_attention(
     q_ptr, k_cache, v_cache, tables, starts, rows, kv_lens, out_ptr, sinks, table_stride, scale, cap, window,
     KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """QUERIES tokens of one sequence and one query head."""
@@ -96,13 +96,13 @@ def _prefill_attention(
     if WINDOWED:
         highest, total, acc = _attend(
             q, k_cache, v_cache, table, head, low, clear_low, last_seen, first_seen, highest, total, acc, scale, cap,
-            KV, D, D_PAD, SIZE, BLOCK, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+            KV, D, D_PAD, SIZE, BLOCK, INDEX, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
     highest, total, acc = _attend(
         q, k_cache, v_cache, table, head, clear_low, clear_high, last_seen, first_seen, highest, total, acc, scale, cap,
-        KV, D, D_PAD, SIZE, BLOCK, False, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+        KV, D, D_PAD, SIZE, BLOCK, INDEX, False, WINDOWED, CAPPED, PRECISION)  # fmt: skip
     highest, total, acc = _attend(
         q, k_cache, v_cache, table, head, clear_high, high, last_seen, first_seen, highest, total, acc, scale, cap,
-        KV, D, D_PAD, SIZE, BLOCK, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+        KV, D, D_PAD, SIZE, BLOCK, INDEX, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
     tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -113,7 +113,7 @@ def choose_tiling(wide: int, itemsize: int) -> tuple[int, int, int, int]:
     """(queries and keys at a time, warps, pipeline stages) for heads of `wide` padded dimensions."""
     if itemsize == 4 or wide > 256:
         return 32, 16, 4, 2
-    return (128, 64, 8, 3) if wide <= 128 else (64, 32, 4, 2)
+    return (128, 128, 8, 2) if wide <= 128 else (64, 32, 4, 2)
 
 
 def prefill_attention(
@@ -148,6 +148,7 @@ def prefill_attention(
         ),
         {
             "KV": kv, "G": heads // kv, "D": dim, "D_PAD": wide, "SIZE": size, "QUERIES": queries, "BLOCK": block,
+            "INDEX": index_type(k_cache),
             "WINDOWED": softmax.window > 0, "CAPPED": softmax.cap > 0, "SINKS": softmax.sinks is not None,
             "PRECISION": precision(q),
         },

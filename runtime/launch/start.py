@@ -27,6 +27,9 @@ class LaunchOptions:
     allow_shared_device: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 16
+    max_batch_tokens: int = 2048
+    enforce_eager: bool = False
+    dummy_weights: bool = False
     kv_cache_bytes: int | None = None
     start_timeout: float = 600.0
     log_level: str = "info"
@@ -73,6 +76,9 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
         allow_shared_device=options.allow_shared_device,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        enforce_eager=options.enforce_eager,
+        dummy_weights=options.dummy_weights,
         kv_cache_bytes=options.kv_cache_bytes,
         start_timeout=options.start_timeout,
         log_level=options.log_level,

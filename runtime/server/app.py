@@ -12,8 +12,9 @@ from starlette.types import ASGIApp
 
 from ...shardplan.errors import MgtpError
 from ...shardplan.version import __version__
-from . import completions, prompts
-from .engine_client import EngineClient
+from ..messages import Stats
+from . import completions, prompts, status_page
+from .engine_client import IDLE, EngineClient
 from .errors import ApiError, on_error, on_http_exception, on_invalid, unavailable
 from .gate import Gate, json_response
 from .metrics import Metrics
@@ -60,6 +61,16 @@ class Server:
         if self.is_draining:
             return "draining"
         return "stalled" if self._client.is_stalled else "ready"
+
+    @property
+    def stats(self) -> Stats:
+        """The leader's last report; zeros while there is none."""
+        return self._client.stats if self._client is not None else IDLE
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the leader has sent."""
+        return self._client.num_generated if self._client is not None else 0
 
     def check_open(self) -> None:
         """Raise ApiError unless generations are taken."""
@@ -159,3 +170,13 @@ def _add_life(app: FastAPI, server: Server) -> None:
     async def metrics() -> Response:
         """Prometheus' text form."""
         return Response(server.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/status", responses=_ERRORS)
+    async def status() -> Response:
+        """The figures of the status page."""
+        return json_response(status_page.status(server))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The status page."""
+        return Response(status_page.page(), media_type="text/html; charset=utf-8", headers=status_page.HEADERS)

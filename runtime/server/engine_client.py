@@ -19,7 +19,8 @@ log = logging.getLogger("mgtp.server")
 STALL_SECONDS = 30.0
 """Work, but no word from the leader for this long: not ready for more."""
 
-_IDLE = Stats(0, 0, 0, 0, 0, 0, 0, [], [])
+IDLE = Stats(0, 0, 0, 0, 0, 0, 0, [], [])
+"""What is known before the leader's first report."""
 
 
 class Ticket:
@@ -85,7 +86,8 @@ class EngineClient:
     def __init__(self, ranks: AsyncRanks, metrics: Metrics, *, max_num_seqs: int, max_queue: int) -> None:
         self.ranks, self.metrics = ranks, metrics
         self.max_unfinished = max_num_seqs + max_queue
-        self.stats = _IDLE
+        self.stats = IDLE
+        self.num_generated = 0
         self.error: RankError | None = None
         self._tickets: dict[str, Ticket] = {}
         self._heard = time.monotonic()
@@ -147,6 +149,7 @@ class EngineClient:
                 message = await self.ranks.receive()
                 self._heard = time.monotonic()
                 if isinstance(message, Tokens):
+                    self.num_generated += len(message.outputs)
                     for output in message.outputs:
                         ticket = self._tickets.get(output.id)
                         if ticket is not None:

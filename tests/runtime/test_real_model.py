@@ -1,48 +1,86 @@
-"""SmolLM2-135M-Instruct (9 query and 3 kv heads) at every kind of tp size gives exactly transformers' greedy ids."""
+"""Real models at every kind of tp size give exactly transformers' greedy ids.
+
+SmolLM2-135M-Instruct has 9 query and 3 kv heads, Gemma 3 270M has 4 and 1. That the tensors and token ids which are read
+from their GGUF files are transformers' own is tests/shardplan/test_gguf_real.py's to show; here transformers runs them.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rank_jobs import greedy
-from tests.reference import load_reference, reference_greedy
+from tests.reference import reference_greedy
 
 COMPLETION = "The three laws of thermodynamics say that"
-CHAT = "What is the capital of France? Answer in one sentence."
+CHAT = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 NEW_TOKENS = 32
+MODELS = {"smollm2": (1, 2, 3, 4, 9), "gemma3_270m": (1, 2, 4)}
 
 pytestmark = pytest.mark.real_model
 
 
+def reference_model(folder: Path) -> Any:
+    """transformers in float32, eager, on the tensors of a shard set of one rank."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, config.architectures[0])
+    model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    tensors = load_file(folder / "rank-0-of-1.safetensors")
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("_pad.")}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model
+
+
 @pytest.fixture(scope="module")
-def expected(smollm2) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, greedy ids) of transformers, with its own tokenizer and chat template, for both prompts."""
-    from transformers import AutoTokenizer
+def expected(request, sharded):
+    """Per model: its checkpoint, and (prompt ids, transformers' greedy ids) of a completion and a chat prompt."""
+    made: dict[str, tuple[Path, list[tuple[list[int], list[int]]]]] = {}
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
-    messages = [{"role": "user", "content": CHAT}]
-    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    prompts = [tokenizer(COMPLETION).input_ids, tokenizer(chat, add_special_tokens=False).input_ids]
-    model = load_reference(str(smollm2.parent), gguf_file=smollm2.name)
-    return [(prompt, reference_greedy(model, prompt, NEW_TOKENS)) for prompt in prompts]
+    def of(name: str) -> tuple[Path, list[tuple[list[int], list[int]]]]:
+        if name not in made:
+            from transformers import AutoTokenizer
+
+            checkpoint = request.getfixturevalue(name)
+            folder = Path(sharded(checkpoint, 1))
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            prompts = [tokenizer(COMPLETION).input_ids]
+            if tokenizer.chat_template:  # Gemma's is a base model
+                chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+                prompts.append(tokenizer(chat, add_special_tokens=False).input_ids)
+            model = reference_model(folder)
+            made[name] = checkpoint, [(prompt, reference_greedy(model, prompt, NEW_TOKENS)) for prompt in prompts]
+        return made[name]
+
+    return of
 
 
-def test_prompts_are_tokenised_as_transformers_does(smollm2, expected, sharded):
-    from pathlib import Path
-
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_are_tokenised_as_transformers_does(name, expected, sharded):
     from mgtp.runtime.text.chat import ChatTemplate
     from mgtp.runtime.text.tokenizer import Tokenizer
     from mgtp.shardplan.shard_set import ShardSet
 
-    shard_set = ShardSet.open(Path(sharded(smollm2, 2)))
+    checkpoint, prompts = expected(name)
+    shard_set = ShardSet.open(Path(sharded(checkpoint, 1)))
     tokenizer = Tokenizer.load(shard_set.path, shard_set.config)
-    assert tokenizer.encode(COMPLETION) == expected[0][0]
-    text = ChatTemplate.load(shard_set.path).render([{"role": "user", "content": CHAT}])
-    assert tokenizer.encode(text, add_special_tokens=False) == expected[1][0]
+    assert tokenizer.encode(COMPLETION) == prompts[0][0]
+    template = ChatTemplate.load(shard_set.path)
+    assert template.available == (name == "smollm2")
+    if template.available:
+        assert tokenizer.encode(template.render(CHAT), add_special_tokens=False) == prompts[1][0]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 9])
-def test_greedy_ids_equal_transformers(tp_size, world, smollm2, expected, sharded):
-    shard_set = sharded(smollm2, tp_size)
-    for prompt, ids in expected:
+@pytest.mark.parametrize(("name", "tp_size"), [(name, tp) for name, sizes in MODELS.items() for tp in sizes])
+def test_greedy_ids_equal_transformers(name, tp_size, world, expected, sharded):
+    checkpoint, prompts = expected(name)
+    shard_set = sharded(checkpoint, tp_size)
+    for prompt, ids in prompts:
         assert world.run(tp_size, greedy, shard_set, prompt, NEW_TOKENS)[0] == ids

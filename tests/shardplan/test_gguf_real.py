@@ -22,15 +22,6 @@ TEXTS = [*PLAIN, *SPECIAL, *random_texts()]
 ROWS = 1000  # at a time; no multiple of a head
 
 
-@pytest.fixture(scope="module")
-def gemma3(models_folder: Path) -> Path:
-    """Gemma 3 270M as GGUF; skips where it has not been fetched."""
-    path = models_folder / "gemma-3-270m-q4_k_m.gguf"
-    if not path.exists():
-        pytest.skip(f"{path} is missing: run scripts/fetch_models.py --all")
-    return path
-
-
 def check_against_transformers(source: GgufSource, folder: Path) -> None:
     """Config and tensors, from one reading of the file: gguf-py's reader takes 20 s for a large vocabulary."""
     import torch
@@ -93,23 +84,23 @@ def test_smollm2_token_ids(smollm2: Path) -> None:
     assert source.files["chat_template.jinja"].decode() == reference.chat_template
 
 
-def test_gemma3(gemma3: Path, tmp_path: Path) -> None:
-    source = open_gguf(gemma3, "gemma3")
+def test_gemma3(gemma3_270m: Path, tmp_path: Path) -> None:
+    source = open_gguf(gemma3_270m, "gemma3")
     assert source.notes == []
     check_against_transformers(source, tmp_path)
 
 
-def test_gemma3_token_ids(gemma3: Path) -> None:
+def test_gemma3_token_ids(gemma3_270m: Path) -> None:
     """sentencepiece is the model's own tokenizer; control tokens, which it does not look for, as in transformers.
 
     transformers differs in runs of more than 31 spaces, which it merges instead of taking the longest pieces first.
     """
     from transformers import AutoTokenizer
 
-    source = open_gguf(gemma3, "gemma3")
+    source = open_gguf(gemma3_270m, "gemma3")
     tokenizer = Tokenizer.from_str(source.files["tokenizer.json"].decode())
     original = sentencepiece_model(source.path)
-    reference = AutoTokenizer.from_pretrained(gemma3.parent, gguf_file=gemma3.name)
+    reference = AutoTokenizer.from_pretrained(gemma3_270m.parent, gguf_file=gemma3_270m.name)
     for text in TEXTS:
         found = tokenizer.encode(text).ids
         if text not in SPECIAL:

@@ -1,0 +1,122 @@
+"""`mgtp bench`: latency and throughput of the engine, the physical limit first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .app import app
+from .launching import DeviceOption, DevicesOption, JsonOption, ShardSetArgument, TpSizeOption
+from .options import positive
+
+if TYPE_CHECKING:
+    from ..runtime.launch.bench import BenchReport
+
+
+@app.command("bench")
+def bench(
+    ctx: typer.Context,
+    directory: ShardSetArgument,
+    tp_size: TpSizeOption = None,
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="DIR is a config.json or its folder; weights are random.")
+    ] = False,
+    device: DeviceOption = "auto",
+    devices: DevicesOption = None,
+    batches: Annotated[str, typer.Option(help="Sequences at once in decode steps.")] = "1,8,32,128",
+    prefills: Annotated[str, typer.Option(help="Prompts at once x tokens of each.")] = "1x512,32x512,1x8000",
+    requests: Annotated[int, typer.Option(min=0, help="Requests of the offline run; 0 leaves it out.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(callback=positive, help="Of each request, but for prefills.")] = 512,
+    output_tokens: Annotated[int, typer.Option(callback=positive, help="Of each request, but for prefills.")] = 128,
+    max_batch_tokens: Annotated[int, typer.Option(callback=positive, help="Tokens of one step at most.")] = 8192,
+    max_num_seqs: Annotated[int | None, typer.Option(callback=positive, help="Sequences at once at most.")] = None,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Launch kernels one by one instead of replaying CUDA graphs.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure decode steps, prefill and an offline run through the engine that serves, beside what the device allows.
+
+    JSON: device, tp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill, throughput.
+    """
+    from ..runtime.launch.bench import Bench, BenchOptions
+    from ..runtime.launch.start import LaunchOptions
+    from .console import print_json
+    from .launching import open_set, parse_devices, running
+
+    options = BenchOptions(_sizes(batches), _shapes(prefills), requests, prompt_tokens, output_tokens)
+    if dummy_weights:
+        from ..runtime.dummy import dummy_shard_set
+
+        shard_set = dummy_shard_set(Path(directory), tp_size or 1)
+    else:
+        shard_set = open_set(directory, tp_size)
+    longest = max([prompt_tokens + output_tokens, *(tokens + 1 for _, tokens in options.prefills)])
+    launch = LaunchOptions(
+        device=device,
+        devices=parse_devices(devices),
+        max_model_len=min(longest, shard_set.model.max_position),
+        max_num_seqs=max_num_seqs or max([requests, *options.batches, *(n for n, _ in options.prefills)]),
+        max_batch_tokens=max_batch_tokens,
+        enforce_eager=enforce_eager,
+        dummy_weights=dummy_weights,
+        log_level=ctx.obj.log_level,
+    )
+    with running(shard_set, launch) as started:
+        report = Bench(started, shard_set).run(options)
+    print_json(report) if as_json else _print(report)
+
+
+def _sizes(text: str) -> list[int]:
+    """'1,8' as numbers; raises UsageError naming the part that is none."""
+    from ..shardplan.errors import UsageError
+
+    parts = text.split(",") if text else []
+    for part in parts:
+        if not part.strip().isdecimal() or int(part) == 0:
+            raise UsageError(f"{text!r}: {part!r} is not a positive number", "give numbers such as 1,8,32")
+    return [int(part) for part in parts]
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    """'1x512' as (1, 512)."""
+    from ..shardplan.errors import UsageError
+
+    shapes = []
+    for part in text.split(",") if text else []:
+        numbers = _sizes(part.replace("x", ","))
+        if len(numbers) != 2:
+            raise UsageError(f"--prefills {text!r}: {part!r} is not of the form 1x512", "give prompts x tokens")
+        shapes.append((numbers[0], numbers[1]))
+    return shapes
+
+
+def _print(report: BenchReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else 120)
+    ceiling = report.ceiling
+    print(f"{report.device}, tp {report.tp_size}, {report.dtype}, {report.weight_bytes / 1e9:.2f} GB of weights")
+    print(
+        f"ceiling: copy {ceiling.copy_bytes_per_s / 1e12:.3f} TB/s, product {ceiling.product_flops / 1e12:.1f} TFLOP/s"
+    )
+    print(f"ready in {report.ready_s:.1f} s, of which loading {report.load_s:.2f} s")
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "measured", "tokens/s", "floor", "of the ceiling"):
+        table.add_column(column, justify="right" if column else "left")
+    for d in report.decode:
+        step, floor = f"{d.step_ms:.3f} ms", f"{d.floor_ms:.3f} ms"
+        table.add_row(
+            f"decode step, batch {d.batch}", step, f"{d.tokens_per_s:.0f}", floor, f"{d.share_of_ceiling:.0%}"
+        )
+    for p in report.prefill:
+        name, floor = f"prefill {p.requests} x {p.tokens}", f"{p.floor_seconds * 1e3:.1f} ms"
+        table.add_row(name, f"{p.seconds * 1e3:.1f} ms", f"{p.tokens_per_s:.0f}", floor, f"{p.share_of_ceiling:.0%}")
+    if report.throughput is not None:
+        t = report.throughput
+        name = f"{t.requests} requests, {t.prompt_tokens} in, {t.output_tokens} out"
+        table.add_row(name, f"{t.seconds:.2f} s", f"{t.output_tokens_per_s:.0f}", "", "")
+    console.print(table)

@@ -1,0 +1,121 @@
+"""`mgtp chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..shardplan.errors import MgtpError
+from .app import app
+from .launching import DeviceOption, DevicesOption, MaxModelLenOption, SharedDeviceOption, TpSizeOption
+
+if TYPE_CHECKING:
+    from ..runtime.chat_session import Conversation, LocalAnswers, RemoteAnswers
+    from ..runtime.launch.start import LaunchOptions
+
+HELP = "/clear begins again, /system TEXT sets the system message, /exit or Ctrl-D ends"
+
+
+@app.command()
+def chat(
+    ctx: typer.Context,
+    target: Annotated[
+        str, typer.Argument(metavar="[URL|DIR]", help="A server's address, or a shard set to run for this chat.")
+    ] = "http://127.0.0.1:8000",
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers again.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="MGTP_API_KEY")] = None,
+    tp_size: TpSizeOption = None,
+    device: DeviceOption = "auto",
+    devices: DevicesOption = None,
+    allow_shared_device: SharedDeviceOption = False,
+    max_model_len: MaxModelLenOption = None,
+) -> None:
+    """Talk to a model: one line in, an answer out, as it comes. /clear begins again, /exit or Ctrl-D ends.
+
+    Answers go to stdout. Without a terminal, every line of stdin is said in turn, and a failure ends the command.
+    """
+    from ..runtime.chat_session import Conversation
+    from ..runtime.launch.start import LaunchOptions
+    from .launching import parse_devices
+
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    launch = LaunchOptions(
+        device=device,
+        devices=parse_devices(devices),
+        allow_shared_device=allow_shared_device,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        log_level=ctx.obj.log_level,
+    )
+    with _answers(target, tp_size, launch, api_key, options) as answers:
+        _talk(Conversation(answers, system), answers.model)
+
+
+@contextmanager
+def _answers(
+    target: str, tp_size: int | None, launch: LaunchOptions, api_key: str | None, options: dict[str, Any]
+) -> Iterator[LocalAnswers | RemoteAnswers]:
+    """Who answers: a server, or ranks that run for as long as the block does."""
+    from ..runtime.chat_session import LocalAnswers, RemoteAnswers
+    from .launching import open_set, running
+
+    if target.startswith(("http://", "https://")):
+        yield RemoteAnswers(target, api_key, options)
+        return
+    shard_set = open_set(target, tp_size)
+    with running(shard_set, launch) as started:
+        yield LocalAnswers(started, shard_set, options)
+
+
+def _talk(conversation: Conversation, model: str) -> None:
+    """Read, answer, and so on until the input ends."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401 - gives input() its line editing
+
+        print(f"{model}: {HELP}", file=sys.stderr)
+    for line in _lines(interactive):
+        command, _, rest = line.partition(" ")
+        if command == "/exit":
+            return
+        if command == "/clear":
+            conversation.clear()
+        elif command == "/system":
+            conversation.system = rest.strip() or None
+        elif command.startswith("/") and interactive:
+            print(HELP, file=sys.stderr)
+        elif line.strip():
+            _answer(conversation, line, interactive)
+
+
+def _answer(conversation: Conversation, line: str, interactive: bool) -> None:
+    """Print an answer as it comes; a failure does not end a conversation that a person is having."""
+    try:
+        for piece in conversation.say(line):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except MgtpError as error:
+        if not interactive or error.exit_code == 5:
+            raise
+        print(f"error: {error.message}", file=sys.stderr)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    while True:
+        try:
+            line = input("> ") if interactive else sys.stdin.readline()
+        except EOFError:
+            return
+        if not interactive and not line:
+            return
+        yield line.rstrip("\n")

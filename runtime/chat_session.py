@@ -1,0 +1,131 @@
+"""A conversation with a model, over HTTP or with ranks of one's own: messages in, pieces of text out."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from ..shardplan.errors import MgtpError, UsageError
+from ..shardplan.shard_set import ShardSet
+from .generation_defaults import generation_defaults
+from .launch.client import Generation, check_prompt, default_max_tokens, generate
+from .launch.start import StartedGroup
+from .sampling_params import SamplingParams
+from .text.chat import ChatTemplate
+from .text.tokenizer import Tokenizer
+
+SECONDS = 600.0
+"""How long a server may be silent."""
+
+
+class Answers(Protocol):
+    """Who answers a conversation."""
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        """The pieces of the answer to `messages`, as they come."""
+        ...
+
+
+@dataclass
+class Conversation:
+    """What has been said, and who answers."""
+
+    answers: Answers
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def say(self, text: str) -> Iterator[str]:
+        """Say something; the pieces of the answer. What was said is forgotten when there is none."""
+        opening = [{"role": "system", "content": self.system}] if self.system is not None else []
+        asked = [*self.messages, {"role": "user", "content": text}]
+        pieces: list[str] = []
+        for piece in self.answers.answer([*opening, *asked]):
+            pieces.append(piece)
+            yield piece
+        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.messages = []
+
+
+class RemoteAnswers:
+    """Asks an OpenAI-compatible server; `options` are parameters of its requests."""
+
+    def __init__(self, url: str, api_key: str | None, options: Mapping[str, Any]) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._options = {name: value for name, value in options.items() if value is not None}
+        models = json.load(self._open("/v1/models", None))["data"]
+        self.model: str = models[0]["id"]
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        """See Answers; raises MgtpError with the server's own words."""
+        body = {"model": self.model, "messages": list(messages), "stream": True, **self._options}
+        with self._open("/v1/chat/completions", body) as response:
+            for line in response:
+                event = line.strip().removeprefix(b"data: ")
+                if not event or event == b"[DONE]":
+                    continue
+                document = json.loads(event)
+                if "error" in document:
+                    raise MgtpError(f"{self._url}: {document['error']['message']}")
+                for choice in document["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+    def _open(self, path: str, body: Any) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._url}{path}", data, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=SECONDS)
+        except urllib.error.HTTPError as error:
+            raise MgtpError(f"{self._url}: {_message(error.read()) or error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise MgtpError(
+                f"{self._url} does not answer: {reason}", "check the address, or start: mgtp serve DIR"
+            ) from None
+
+
+def _message(content: bytes) -> str:
+    """The message of an error in OpenAI's form, empty when it is none."""
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+class LocalAnswers:
+    """Asks ranks of this very run; `options` are fields of SamplingParams."""
+
+    def __init__(self, started: StartedGroup, shard_set: ShardSet, options: Mapping[str, Any]) -> None:
+        self._started = started
+        self._tokenizer = Tokenizer.load(shard_set.path, shard_set.config)
+        self._template = ChatTemplate.load(shard_set.path)
+        self.model = shard_set.path.name
+        given = {name: value for name, value in options.items() if value is not None}
+        self._has_limit = "max_tokens" in given
+        defaults = generation_defaults(shard_set.path)
+        self._sampling = SamplingParams(**{**defaults, **given}).validate(shard_set.model.vocab_size)
+        self._vocab_size = shard_set.model.vocab_size
+        if not self._template.available:
+            raise UsageError(f"{shard_set.path} has no chat template", "use mgtp generate")
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        """See Answers."""
+        ids = self._tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+        context = self._started.ready[0].max_model_len
+        sampling = self._sampling
+        if not self._has_limit:
+            sampling = msgspec.structs.replace(sampling, max_tokens=default_max_tokens(len(ids), context))
+        check_prompt(ids, sampling.max_tokens, context, self._vocab_size)
+        yield from generate(self._started, self._tokenizer, ids, sampling, result=Generation(ids), continues_text=False)

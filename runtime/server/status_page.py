@@ -1,0 +1,41 @@
+"""`/`: a page that shows how the server does, and the figures behind it. It loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from .app import Server
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
+
+
+@cache
+def page() -> bytes:
+    """The page."""
+    return files(__package__).joinpath("status_page.html").read_bytes()
+
+
+def status(server: Server) -> dict[str, Any]:
+    """What the page shows, and `/status` tells."""
+    stats = server.stats
+    return {
+        "status": server.status,
+        "model": server.model.name,
+        "time": time.monotonic(),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "used_blocks": stats.used_blocks,
+        "total_blocks": stats.total_blocks,
+        "generated_tokens": server.num_generated,
+        "ranks": [msgspec.structs.asdict(rank) for rank in server.model.ready],
+    }
