@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +22,7 @@ HEADERS = {
 @cache
 def page() -> bytes:
     """The page."""
-    return files(__package__).joinpath("status_page.html").read_bytes()
+    return Path(__file__).with_name("status_page.html").read_bytes()
 
 
 def status(server: Server) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, NEW)
 
 
-@pytest.mark.parametrize("tp_size", [1, 3, 4])
+@pytest.mark.parametrize("tp_size", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_in_float64(name, tp_size, recipe_checkpoint):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""
@@ -137,7 +137,7 @@ def test_other_shapes(label, variant_checkpoint):
         assert_close(ranks.cached(PROMPT, FIRST), cached, 1e-4, f"tp {tp_size}, cached")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 3))])
 @pytest.mark.parametrize("recipe", random_variants.RECIPES)
 def test_random_shapes(recipe, seed, tmp_path):
     """In float64, where deep models do not blow up the noise of sums in another order."""

@@ -52,7 +52,7 @@ def test_greedy_ids_of_reported_cases(name, tp_size, world, tiny_checkpoint, sha
     assert ids == reference["greedy_ids"]
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4, 6))
+@pytest.mark.parametrize("tp_size", (1, 2, 3, 4, pytest.param(6, marks=pytest.mark.soak)))
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, sharded):
     folder = recipe_checkpoint(name)
@@ -65,7 +65,7 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     assert world.run(tp_size, greedy, shard_set, prompt, 24)[0] == reference_greedy(model, prompt, 24)
 
 
-@pytest.mark.parametrize("tp_size", (1, 3, 4))
+@pytest.mark.parametrize("tp_size", (1, 3, pytest.param(4, marks=pytest.mark.soak)))
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_in_float64(name, tp_size, world, recipe_checkpoint, sharded):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""

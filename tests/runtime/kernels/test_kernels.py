@@ -156,7 +156,9 @@ def test_decode_attention(device, kind, options, extras, splits, fused):
         q = q.view(3, heads, case.dim)
         out = decode_attention(q, *arguments, splits=splits)
     assert not case.counters.any(), "the counters must be left at zero"
-    expected = [references.attention(q[s], case.cached(0, s), case.cached(1, s), softmax, p) for s, p in enumerate(positions)]
+    expected = [
+        references.attention(q[s], case.cached(0, s), case.cached(1, s), softmax, p) for s, p in enumerate(positions)
+    ]
     close(out, torch.stack(expected).flatten(1), kind)
 
 

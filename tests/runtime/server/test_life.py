@@ -157,7 +157,7 @@ def test_a_killed_rank_of_an_idle_server(run_folder, shard_set):
 
 def test_sigterm_lets_streams_finish(run_folder, shard_set):
     server = ServerProcess(run_folder, shard_set)
-    body = {**LONG, "max_tokens": 400, "stream": True}
+    body = {**LONG, "max_tokens": 200, "stream": True}
     other = httpx.Client(base_url=server.url, timeout=10, trust_env=False)
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()

@@ -98,6 +98,7 @@ def test_metrics(server):
     assert server.metric("mgtp_step_seconds_count") > 0
     assert server.metric("mgtp_queue_seconds_count") > 0
     prompt = "the same beginning, and long enough for a block or two of the cache"
+    hits = 0.0
     for _ in range(2):
         hits = server.metric("mgtp_prefix_cache_hit_tokens")
         server.complete(prompt=prompt, max_tokens=1)
