@@ -103,7 +103,7 @@ def compile_product(name: str, tokens: int, tiling: Tiling) -> None:
 def time_products() -> None:
     counts = COUNTS
     chosen: dict[str, list[int]] = {}
-    for name, (rows, columns, activation) in MATRICES.items():
+    for name, (rows, columns, _) in MATRICES.items():
         size = rows * columns * 2
         copies = weights(name, max(2, min(8, (800 << 20) // size)))
         for tokens in counts:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
 from mgtp.runtime import loader
 
 SIZE = 16 << 30

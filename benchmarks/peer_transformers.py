@@ -40,6 +40,8 @@ def compare(worker: Any, model: Any, batch: int, arguments: argparse.Namespace) 
     """Tokens per second of both at one batch size; checks that they give the same tokens."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(100, 40000, (batch, PROMPT_LENGTH), generator=generator)
+    ours: list[list[int]] = []
+    theirs: list[list[int]] = []
     times: dict[str, list[float]] = {"mgtp": [], "transformers": []}
     for _ in range(arguments.rounds):
         begin = time.perf_counter()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.messages import Request
 from mgtp.runtime.options import RankOptions

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 
 import torch
+from step_timing import CONTEXT, decode_step, make_runner
+from timing import seconds
+
 from mgtp.runtime import graphs
 from mgtp.runtime.graphs import DecodeGraphs
 from mgtp.runtime.kernels import activation, decode_attention, linear, norm
 from mgtp.runtime.kernels.linear import Tiling
-from step_timing import CONTEXT, decode_step, make_runner
-from timing import seconds
 
 MATRICES = {
     (6144, 4096): "qkv",

@@ -18,7 +18,7 @@ from .landing import Landing
 from .messages import Request, RequestFailed, Step, TokenLogprobs, TokenOutput
 from .penalties import TokenHistory, record
 from .runner import Runner
-from .sampling import Sampler, top_logprobs
+from .sampling import Sampled, Sampler, top_logprobs
 from .scheduler import Scheduled, Scheduler
 from .scheduler import Sequence as RunningSequence
 
@@ -106,22 +106,29 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return None
-        step = Step([s.step for s in scheduled])
+        due = [s for s in scheduled if s.step.sample]
+        step = Step([s.step for s in scheduled], greedy=not self.grammars.any and all(map(_is_greedy, due)))
         self.send_step(step)
         logits = self.runner.forward(step)
-        due = [s for s in scheduled if s.step.sample]
         if not due:
             return None
+        sampled = self.runner.likeliest if step.greedy else None
+        if sampled is None:
+            sampled = self._sample(logits, step, due)
+        places = [s.sequence.expect_token() for s in due]
+        for s, place in zip(due, places, strict=True):
+            s.sequence.is_full = self._fills(s.sequence, place)
+        return Flight(due, places, Landing([sampled.ids, sampled.failed, *_logprobs(logits, sampled.ids, due)]))
+
+    def _sample(self, logits: torch.Tensor, step: Step, due: list[Scheduled]) -> Sampled:
+        """Choose the next tokens, each request's own way, and tell them to every rank."""
         histories = [self.histories.get(s.sequence.request.id) for s in due]
         positions = [s.step.start + s.step.num_tokens for s in due]
         masked = self.grammars.mask(logits, [s.sequence.request.id for s in due])
         sampled = self.sampler.sample(masked, [s.sequence.request.sampling for s in due], positions, histories)
         self.runner.settle(step, sampled.ids)
         record(histories, sampled.ids)
-        places = [s.sequence.expect_token() for s in due]
-        for s, place in zip(due, places, strict=True):
-            s.sequence.is_full = self._fills(s.sequence, place)
-        return Flight(due, places, Landing([sampled.ids, sampled.failed, *_logprobs(logits, sampled.ids, due)]))
+        return sampled
 
     def _land(self, flight: Flight | None) -> tuple[list[TokenOutput], list[RequestFailed]]:
         """Read a step's tokens and hand them out, but for requests that have ended meanwhile."""
@@ -174,6 +181,12 @@ class Engine:
         if not sampling.ignore_eos and token_id in sequence.request.eos_ids:
             return "stop"
         return "length" if self._fills(sequence, place) else None
+
+
+def _is_greedy(scheduled: Scheduled) -> bool:
+    """Whether a request takes the likeliest token of the logits as they are."""
+    sampling = scheduled.sequence.request.sampling
+    return sampling.greedy and not sampling.needs_history and not sampling.logit_bias
 
 
 def _logprobs(logits: torch.Tensor, ids: torch.Tensor, due: Sequence[Scheduled]) -> tuple[torch.Tensor, ...]:

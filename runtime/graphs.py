@@ -11,11 +11,15 @@ import torch
 from ..shardplan.rope import Rope
 from .layers.rotary import RotaryTables
 from .messages import Step
+from .sampling import Sampled
 
 log = logging.getLogger("mgtp.runtime")
 
-Decode = Callable[[torch.Tensor, torch.Tensor, dict[Rope, torch.Tensor]], torch.Tensor]
-"""(positions, rows, angles of length-dependent ropes) -> logits [S, V]; the first two int32 [S]"""
+Outcome = tuple[torch.Tensor, Sampled]
+"""Logits [S, V] and the likeliest tokens."""
+
+Decode = Callable[[torch.Tensor, torch.Tensor, dict[Rope, torch.Tensor]], Outcome]
+"""(positions, rows, angles of length-dependent ropes) -> the step's outcome; the first two int32 [S]"""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -38,7 +42,7 @@ class DecodeGraphs:
         # Of every bucket [3, size]: position, row, and the length that frequencies go by.
         self._inputs = {size: torch.zeros((3, size), dtype=torch.int32, device=device) for size in self.sizes}
         self._angles = {rope: torch.zeros((most, rope.rotary_dim), device=device) for rope in varying}
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Outcome]] = {}
         self._pool = None
         begin = time.monotonic()
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
@@ -46,21 +50,21 @@ class DecodeGraphs:
         torch.cuda.synchronize(device)
         log.info("%d decode graphs in %.1f s", len(self.sizes), time.monotonic() - begin)
 
-    def replay(self, step: Step) -> torch.Tensor:
-        """The logits [S, V] of a decode step, valid until the next replay."""
+    def replay(self, step: Step) -> Outcome:
+        """The outcome of a decode step, valid until the next replay."""
         count = len(step.sequences)
         size = next(size for size in self.sizes if size >= count)
         self._fill(step, size)
-        graph, logits = self._graphs[size]
+        graph, outcome = self._graphs[size]
         graph.replay()
-        return logits[:count]
+        return _first(outcome, count)
 
-    def eager(self, step: Step) -> torch.Tensor:
+    def eager(self, step: Step) -> Outcome:
         """The same step, padded alike, by launching its kernels one by one: what a replay must equal bit for bit."""
         count = len(step.sequences)
         size = next(size for size in self.sizes if size >= count)
         self._fill(step, size)
-        return self._run(size)[:count]
+        return _first(self._run(size), count)
 
     def _fill(self, step: Step, size: int) -> None:
         """Put the step's numbers where the graph looks for them."""
@@ -74,11 +78,11 @@ class DecodeGraphs:
         for rope, angles in self._angles.items():
             angles[:size] = self.rotary.joined_rows(rope, inputs[0], inputs[2])
 
-    def _run(self, size: int) -> torch.Tensor:
+    def _run(self, size: int) -> Outcome:
         positions, rows, _ = self._inputs[size]
         return self.decode(positions, rows, {rope: angles[:size] for rope, angles in self._angles.items()})
 
-    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _record(self, size: int) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         self._inputs[size][1] = self.padding_row
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -88,6 +92,12 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Thread-local: NCCL's own thread may ask about events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._run(size)
+            outcome = self._run(size)
         self._pool = graph.pool()
-        return graph, logits
+        return graph, outcome
+
+
+def _first(outcome: Outcome, count: int) -> Outcome:
+    """The outcome without the rows that pad the batch."""
+    logits, sampled = outcome
+    return logits[:count], Sampled(sampled.ids[:count], sampled.failed[:count])

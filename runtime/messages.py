@@ -60,9 +60,10 @@ class SequenceStep(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, tag=True):
-    """Leader -> followers: one forward pass."""
+    """Leader -> followers: one forward pass. `greedy`: the likeliest tokens are taken, whatever the ranks find."""
 
     sequences: list[SequenceStep]
+    greedy: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -9,19 +9,28 @@ import torch
 
 from .batch import upload
 from .block_tables import BlockTables
+from .communicator import Communicator
 from .graphs import DecodeGraphs
+from .kernels.argmax import likeliest
 from .messages import SequenceStep, Step
 from .models import Model
 from .paged import PagedBatch, PagedInputs, PrefillInputs, Stores
+from .sampling import Sampled
 
 log = logging.getLogger("mgtp.runtime")
 
 
 class PagedSteps:
-    """Steps of one model over one cache. `last_ids` [R] holds what each slot sampled last."""
+    """Steps of one model over one cache. `last_ids` [R] holds what each slot sampled last.
 
-    def __init__(self, model: Model, stores: Stores, last_ids: torch.Tensor, max_model_len: int) -> None:
-        self.model, self.stores, self.last_ids = model, stores, last_ids
+    `likeliest`: the likeliest token of every sequence of the last step, when that was replayed; every rank and
+    `last_ids` have it already.
+    """
+
+    def __init__(
+        self, model: Model, stores: Stores, last_ids: torch.Tensor, max_model_len: int, communicator: Communicator
+    ) -> None:
+        self.model, self.stores, self.last_ids, self.communicator = model, stores, last_ids, communicator
         self.device = last_ids.device
         cache = stores.cache
         num_slots = len(last_ids) - 1
@@ -29,6 +38,7 @@ class PagedSteps:
         self.counters = torch.zeros(len(last_ids) * cache.max_heads, dtype=torch.int32, device=self.device)
         self.varying = [rope for rope in stores.rotary.tables if rope.depends_on_length]
         self.graphs: DecodeGraphs | None = None
+        self.likeliest: Sampled | None = None
 
     def capture(self) -> None:
         """Record the decode step for every batch size; afterwards such steps are replayed."""
@@ -42,14 +52,24 @@ class PagedSteps:
         """The logits [L, V] of the sequences that sample, or of every token. Valid until the next step."""
         self.tables.update(step.sequences)
         if self.graphs is not None and not all_logits and all(s.sample and not s.token_ids for s in step.sequences):
-            return self.graphs.replay(step)
+            logits, self.likeliest = self.graphs.replay(step)
+            return logits
+        self.likeliest = None
         return self.model(self._batch(step, all_logits))
 
-    def decode(self, positions: torch.Tensor, rows: torch.Tensor, angles: dict) -> torch.Tensor:
-        """Logits [S, V] after the token that each row of the tables sampled last, at `positions`; both int32 [S]."""
+    def decode(self, positions: torch.Tensor, rows: torch.Tensor, angles: dict) -> tuple[torch.Tensor, Sampled]:
+        """Logits [S, V] after the token that each row of the tables sampled last, at `positions`, both int32 [S].
+
+        And the likeliest tokens, which become the rows' last ones.
+        """
         paged = PagedInputs(positions, rows, self.tables.groups, self.counters, len(rows), angles=angles)
         ids = self.last_ids[rows.long()]
-        return self.model(PagedBatch(ids, paged, [1] * len(rows), slice(None), self.stores))
+        logits = self.model(PagedBatch(ids, paged, [1] * len(rows), slice(None), self.stores))
+        ids, failed = likeliest(logits, rows, self.last_ids)
+        if self.communicator.size > 1:
+            ids = self.communicator.broadcast(ids)
+            self.last_ids.index_copy_(0, rows.long(), ids)
+        return logits, Sampled(ids, failed)
 
     def _batch(self, step: Step, all_logits: bool) -> PagedBatch:
         """A step of any kind, its one-token sequences first."""

@@ -215,7 +215,8 @@ class RankWorker:
                 self.measure_ceiling()
             elif isinstance(message, Step):
                 self.runner.forward(message)
-                if any(s.sample for s in message.sequences):
+                decided = message.greedy and self.runner.likeliest is not None
+                if not decided and any(s.sample for s in message.sequences):
                     self.runner.settle(message, None)
 
     def measure_ceiling(self) -> None:

@@ -18,6 +18,7 @@ from .layers.rotary import RotaryTables
 from .messages import Step
 from .models import build_model
 from .paged import Stores
+from .sampling import Sampled
 from .state_cache import StateCache
 from .weights import TORCH_DTYPE, Weights
 
@@ -57,7 +58,7 @@ class Runner:
             from .paged_steps import PagedSteps
 
             stores = Stores(self.cache, self.states, self.rotary)
-            self.paged_steps = PagedSteps(self.model, stores, self.last_ids, max_model_len)
+            self.paged_steps = PagedSteps(self.model, stores, self.last_ids, max_model_len, self.place.communicator)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -72,6 +73,11 @@ class Runner:
         if self.paged_steps is not None:
             return self.paged_steps.forward(step, all_logits)
         return self.model(self._batch(step, all_logits))
+
+    @property
+    def likeliest(self) -> Sampled | None:
+        """The likeliest tokens after the last step, where all ranks have them already; then there is no need to settle."""
+        return None if self.paged_steps is None else self.paged_steps.likeliest
 
     @torch.inference_mode()
     def settle(self, step: Step, sampled: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from .blocks import BlockPool, chain_hash
 from .messages import Request, SequenceStep
 
-
 TOKEN_TO_COME = -1
 """Stands in a sequence's output for a token that the device has sampled, or will, and nobody has read."""
 

@@ -4,6 +4,7 @@ usage: python recipes.py [name ...]     -> runs a 7-token forward for each recip
 import: build(name, seed=0, dtype=torch.float32, randomize=True) -> eval() model on CPU
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
 import sys
 
 import torch

@@ -17,10 +17,8 @@ def load_reference(folder: str, dtype: str = "float32") -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         config._experts_implementation = "eager"
-    cls = getattr(transformers, config.architectures[0])
-    return cls.from_pretrained(
-        folder, config=config, attn_implementation="eager", dtype=getattr(torch, dtype)
-    ).eval()
+    cls = getattr(transformers, (config.architectures or [""])[0])
+    return cls.from_pretrained(folder, config=config, attn_implementation="eager", dtype=getattr(torch, dtype)).eval()
 
 
 @torch.no_grad()

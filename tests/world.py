@@ -57,7 +57,7 @@ class World:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish {job.__name__} in {JOB_SECONDS} s")
-            for pipe in ready:
+            for pipe in (p for p in self._pipes if p in ready):
                 rank = waiting.pop(pipe)
                 failed, value = pipe.recv()
                 if failed:
@@ -89,7 +89,7 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
             tp_size, job, args = pipe.recv()
         except EOFError:
             return
-        communicator = SingleRank() if tp_size == 1 else GroupCommunicator(groups[tp_size])
+        communicator = SingleRank() if tp_size == 1 else GroupCommunicator(groups[tp_size])  # type: ignore[arg-type]
         try:
             pipe.send((False, job(communicator, *args)))
         except BaseException:

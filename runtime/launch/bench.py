@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -152,7 +153,7 @@ class Bench:
         """The mean time between steps in which all of `batch` sequences got a token."""
         arrivals = self._send([(options.prompt_tokens, options.output_tokens)] * batch)
         times = [at for at, count in arrivals.steps if count == batch]
-        steps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        steps = [b - a for a, b in pairwise(times)]
         step = (times[-1] - times[0]) / max(1, len(steps))
         context = options.prompt_tokens + options.output_tokens // 2
         size = step_bytes(self.model, self.plan, batch, context)
@@ -203,7 +204,7 @@ class Bench:
         return arrivals
 
 
-def step_bytes(model: ModelConfig, plan, batch: int, context: int) -> int:  # noqa: ANN001
+def step_bytes(model: ModelConfig, plan, batch: int, context: int) -> int:
     """Bytes that the rank with the most to do must read in a decode step: its weights once, and all cached tokens."""
     axes = plan.shared_axes()
     most = 0
@@ -221,7 +222,7 @@ def step_bytes(model: ModelConfig, plan, batch: int, context: int) -> int:  # no
     return most
 
 
-def prefill_flops(model: ModelConfig, plan, requests: int, tokens: int) -> float:  # noqa: ANN001
+def prefill_flops(model: ModelConfig, plan, requests: int, tokens: int) -> float:
     """Floating-point operations of the slowest rank: two a weight and token (head: once a request), and attention."""
     most = 0.0
     for rank in plan.ranks:
@@ -238,7 +239,7 @@ def prefill_flops(model: ModelConfig, plan, requests: int, tokens: int) -> float
     return most
 
 
-def _elements(rank, name: str) -> int:  # noqa: ANN001
+def _elements(rank, name: str) -> int:
     """Elements that a rank holds of a tensor."""
     import math
 

@@ -10,7 +10,7 @@ import pytest
 
 from mgtp.cli.app import main
 from mgtp.shardplan import cache
-from mgtp.shardplan.errors import UsageError
+from mgtp.shardplan.errors import CheckpointError, UsageError
 from mgtp.shardplan.sources import open_source
 
 
@@ -71,7 +71,7 @@ def test_damage_in_the_cache_is_named_with_the_way_out(folder, tiny_checkpoint):
     source = open_source(str(tiny_checkpoint("base")))
     path, _ = writes(source)
     os.truncate(path / "rank-1-of-2.safetensors", 100)
-    with pytest.raises(Exception, match=r"cached .*rank-1-of-2") as error:
+    with pytest.raises(CheckpointError, match=r"cached .*rank-1-of-2") as error:
         writes(source)
     assert f"rm -r {path}" in error.value.hint
 

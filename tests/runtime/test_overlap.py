@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from mgtp.runtime.messages import Request, Stop
 from mgtp.runtime.sampling_params import SamplingParams
-
 from tests.rank_jobs import load_worker
 
 

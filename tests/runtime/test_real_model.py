@@ -29,7 +29,7 @@ def reference_model(folder: Path) -> Any:
     from safetensors.torch import load_file
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, config.architectures[0])
+    cls = getattr(transformers, (config.architectures or [""])[0])
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     tensors = load_file(folder / "rank-0-of-1.safetensors")
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("_pad.")}

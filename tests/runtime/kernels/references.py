@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from mgtp.runtime.layers.activation import ACTIVATIONS
 from mgtp.runtime.layers.rotary import rotate
 

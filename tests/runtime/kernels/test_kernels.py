@@ -182,3 +182,25 @@ def test_prefill_attention(device, kind, options, extras):
                 references.attention(q[len(expected)], case.cached(0, s), case.cached(1, s), softmax, position)
             )
     close(out, torch.stack(expected).flatten(1), kind)
+
+
+@TYPES
+def test_likeliest(device, kind):
+    from mgtp.runtime.kernels.argmax import likeliest
+
+    logits = random(6, 5000, kind=kind, device=device)
+    logits[1, 4700] = logits[1, 300] = 50.0
+    logits[2, 17] = float("nan")
+    logits[3, 4999] = float("inf")
+    logits[4] = float("-inf")
+    logits[5, :-1] = float("-inf")
+    rows = torch.tensor([3, 1, 0, 5, 2, 4], dtype=torch.int32, device=device)
+    last_ids = torch.full((7,), -1, device=device)
+    ids, failed = likeliest(logits, rows, last_ids)
+    assert failed.tolist() == [False, False, True, True, True, False]
+    good = ~failed
+    assert torch.equal(ids[good], logits.argmax(dim=-1)[good])
+    assert ids[1] == 300
+    assert ((ids >= 0) & (ids < 5000)).all()
+    assert torch.equal(last_ids[rows.long()], ids)
+    assert last_ids[6] == -1
