@@ -35,7 +35,7 @@ soak: models ## run the long tests
 lint: $(STAMP) ## ruff, pyright, and the shell scripts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 	@for script in .ci/run scripts/*.sh; do bash -n "$$script"; done
 	@if command -v shellcheck >/dev/null; then shellcheck --severity=warning .ci/run scripts/*.sh; fi
 

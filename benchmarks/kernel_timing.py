@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportOptionalIterable=false
 """Times the kernels on this GPU against torch's own, over tilings: what the choices in runtime/kernels were made by.
 
 python benchmarks/kernel_timing.py [products] [decode] [prefill]

@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportOptionalIterable=false
 """How much of the time between decode steps the GPU stands idle, in the engine that serves, by a profiler's trace.
 
 python benchmarks/step_gap.py [CONFIG]

@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportOptionalIterable=false
 """Times whole decode and prefill steps of the engine's runner on this GPU, with random Llama-3.1-8B weights.
 
 python benchmarks/step_timing.py [profile]
@@ -99,7 +100,7 @@ def main() -> None:
                            (32, CONTEXT), (64, CONTEXT), (128, CONTEXT)):  # fmt: skip
         step = decode_step(batch, context)
         out = runner.forward(step).clone()
-        same = torch.equal(out, steps.graphs.eager(step))
+        same = torch.equal(out, steps.graphs.eager(step)[0])
         graph = steps.graphs._graphs[batch][0]
         print(
             f"decode batch {batch} context {context}: {seconds(graph.replay) * 1e3:.3f} ms, replay = eager: {same}",

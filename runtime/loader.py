@@ -39,7 +39,7 @@ def _copy_chunks(fd: int, offset: int, block: torch.Tensor, starts: Iterator[int
     `starts` is shared by all threads: each takes the next one.
     """
     stream = torch.cuda.Stream(block.device)
-    views = [memoryview(buffer.numpy()) for buffer in buffers]
+    views = [memoryview(buffer.numpy()) for buffer in buffers]  # type: ignore[arg-type]
     done = [torch.cuda.Event() for _ in buffers]
     with torch.cuda.stream(stream):
         for turn, start in enumerate(starts):

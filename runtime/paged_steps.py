@@ -65,7 +65,7 @@ class PagedSteps:
         paged = PagedInputs(positions, rows, self.tables.groups, self.counters, len(rows), angles=angles)
         ids = self.last_ids[rows.long()]
         logits = self.model(PagedBatch(ids, paged, [1] * len(rows), slice(None), self.stores))
-        ids, failed = likeliest(logits, rows, self.last_ids)
+        ids, failed = likeliest(logits, rows, self.last_ids)  # type: ignore[call-arg]
         if self.communicator.size > 1:
             ids = self.communicator.broadcast(ids)
             self.last_ids.index_copy_(0, rows.long(), ids)

@@ -150,17 +150,19 @@ class Bench:
         return Ceiling(min(r.copy_bytes_per_s for r in found), min(r.product_flops for r in found))
 
     def _decode(self, batch: int, options: BenchOptions, ceiling: Ceiling) -> DecodeFigure:
-        """The mean time between steps in which all of `batch` sequences got a token."""
+        """The time between steps in which all of `batch` sequences got a token."""
         arrivals = self._send([(options.prompt_tokens, options.output_tokens)] * batch)
         times = [at for at, count in arrivals.steps if count == batch]
         steps = [b - a for a, b in pairwise(times)]
-        step = (times[-1] - times[0]) / max(1, len(steps))
+        # The second half: in the first, prompts may still be under way. A mean, since arrivals can bunch.
+        later = steps[len(steps) // 2 :]
+        step = sum(later) / max(1, len(later))
         context = options.prompt_tokens + options.output_tokens // 2
         size = step_bytes(self.model, self.plan, batch, context)
         floor = size / ceiling.copy_bytes_per_s
         log.info("decode, batch %d: %.3f ms a step, %.0f %% of the ceiling", batch, step * 1e3, 100 * floor / step)
         return DecodeFigure(
-            batch, context, step * 1e3, max(steps, default=0.0) * 1e3, batch / step, size, floor * 1e3, floor / step
+            batch, context, step * 1e3, max(later, default=0.0) * 1e3, batch / step, size, floor * 1e3, floor / step
         )  # fmt: skip
 
     def _prefill(self, requests: int, tokens: int, ceiling: Ceiling) -> PrefillFigure:

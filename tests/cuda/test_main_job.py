@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_bf16_is_as_close_to_float32_as_the_reference(medium, sharded):
     prompt = torch.randint(3, 4099, (300,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def reference(dtype: torch.dtype) -> torch.Tensor:
-        cls = transformers.LlamaForCausalLM
+        cls: Any = transformers.LlamaForCausalLM
         model = cls.from_pretrained(medium, dtype=dtype, attn_implementation="eager").cuda().eval()
         with torch.no_grad():
             return model(input_ids=torch.tensor([prompt]).cuda(), use_cache=False).logits[0].float().cpu()
