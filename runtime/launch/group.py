@@ -100,6 +100,8 @@ class RankGroup:
         threads = max(1, _num_cores() // self.options.tp_size)
         loopback = "lo" if sys.platform == "linux" else "lo0"
         defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": str(threads)}
+        # Steps of ever new sizes would break up the little memory that the KV cache leaves.
+        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         world = str(self.options.tp_size)
         contract = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         ours = {"MGTP_RUN_FOLDER": str(self.folder), "MGTP_LIFELINE": str(self._alive), "MGTP_FRONT": str(os.getpid())}
