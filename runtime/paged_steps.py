@@ -85,12 +85,13 @@ class PagedSteps:
         columns = [fields.ids, fields.positions, fields.rows, fields.lengths if self.varying else [], wanted]
         columns += [starts, [s.slot for s in many], [s.start + s.num_tokens for s in many]]
         parts = upload([value for column in columns for value in column], self.device)
-        ids, positions, rows, lengths, logit_rows, *prefill = parts.split([len(column) for column in columns])
+        ids, positions, rows, lengths, logit_rows, *of_many = parts.split([len(column) for column in columns])
+        first_tokens, table_rows, kv_lens = of_many
         longest = max((s.num_tokens for s in many), default=0)
         angles = {rope: self.stores.rotary.joined_rows(rope, positions, lengths) for rope in self.varying}
         paged = PagedInputs(
             positions, rows, self.tables.groups, self.counters, len(single),
-            PrefillInputs(*prefill, longest) if many else None, angles,
+            PrefillInputs(first_tokens, table_rows, kv_lens, longest) if many else None, angles,
         )  # fmt: skip
         token_ids = torch.where(ids < 0, self.last_ids[rows.long()], ids)
         return PagedBatch(token_ids, paged, [s.num_tokens for s in ordered], logit_rows.long(), self.stores)

@@ -37,9 +37,9 @@ def _argmax(
         firsts = tl.load(indices + s * SPLITS + i, mask=i < SPLITS, other=0, cache_modifier=".cg")
         top = tl.max(tops, 0)
         token = tl.min(tl.where((tops == top) & (i < SPLITS), firsts, V - 1), 0)
-        tl.store(ids_ptr + s, token.to(tl.int64))
+        tl.store(ids_ptr + s, token)
         tl.store(failed_ptr + s, (tl.abs(top) == float("inf")).to(tl.int8))
-        tl.store(last_ids + tl.load(rows + s), token.to(tl.int64))
+        tl.store(last_ids + tl.load(rows + s), token)
         tl.store(counters + s, 0)
 
 

@@ -2,8 +2,10 @@
 
 With programmatic dependent launch (compute capability 9.0 on) the blocks of a kernel start while the kernel before
 it still runs. Until `wait_for_inputs` they may only touch what no kernel writes: they ask for weights, so that memory
-is busy while the other kernel's results are on their way. Every kernel lets the next one start at once, and every
-block waits: a kernel that has ended thereby implies that all before it have.
+is busy while the other kernel's results are on their way. Every block waits: a kernel that has ended thereby implies
+that all before it have. Small kernels let the next one start at once. Products do so only when their own weights are
+on the way: blocks that merely wait would else take the place of blocks that still have weights to ask for, which cost
+6 % of a whole step (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -67,6 +69,14 @@ def _specialization(argument: Any) -> Any:
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of the device (a few when interpreted, so that tests split work too)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache
+def takes_large_tiles(device: torch.device) -> bool:
+    """Whether a program may use as much shared memory as the tilings that were tuned on an H200 do."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 << 10
 
 
 def index_type(cache: torch.Tensor) -> Any:

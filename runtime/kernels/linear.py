@@ -256,7 +256,9 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + b [T, N], by the kernel that is fastest for this size; with an activation act(gate) * up [T, N/2]."""
     rows = weight.shape[0] // 2 if activation else weight.shape[0]
-    tiling = choose(len(x), rows, weight.shape[1], x.element_size(), bool(activation)) if len(x) else None
+    tiling = None
+    if len(x) == 1 or (len(x) and takes_large_tiles(x.device)):
+        tiling = choose(len(x), rows, weight.shape[1], x.element_size(), bool(activation))
     aligned = weight.shape[1] % 8 == 0 and weight.is_contiguous()
     if tiling is None or not (aligned or INTERPRETED):
         y = F.linear(x, weight, bias)
