@@ -90,6 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     except MgtpError as error:
         return _fail(error.message, error.hint, error.exit_code, debug)
     except _CLICK_ERROR as error:  # type: ignore[misc]
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+            print(error.ctx.get_help(), file=sys.stderr)  # type: ignore[attr-defined]
+            return 2
         usage = isinstance(error, _USAGE_ERROR) and getattr(error, "ctx", None)
         path = error.ctx.command_path if usage else "mgtp"  # type: ignore[attr-defined]
         return _fail(_usage_message(error, arguments), f"see {path} --help", 2, debug)

@@ -85,6 +85,8 @@ def generate(
 
     if logprobs is not None and not as_json:
         raise UsageError(f"--logprobs {logprobs} has nowhere to go", "add --json")
+    if "" in (stop or []):
+        raise UsageError("--stop '' would end every text at once", "give a string that is not empty")
     shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     tokenizer = Tokenizer.load(shard_set.path, shard_set.config)
     text = _prompt_text(prompt_argument, prompt, prompt_file, prompt_ids)
@@ -123,6 +125,8 @@ def _prompt_text(argument: str | None, prompt: str | None, file: Path | None, id
         raise UsageError(wrong, "give one of --prompt, --prompt-file, --prompt-ids, or - for standard input")
     try:
         if argument == "-":
+            if sys.stdin is None:
+                raise UsageError("standard input is closed", "give the prompt with --prompt")
             return sys.stdin.buffer.read().decode()
         return file.read_bytes().decode() if file is not None else prompt
     except UnicodeDecodeError as error:

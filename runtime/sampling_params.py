@@ -102,7 +102,7 @@ _FLOAT_RANGES = {
 _INT_RANGES = {
     "top_k": (0, (1 << 31) - 1, "a whole number, 0 (off) or more"),
     "seed": (-(1 << 63), (1 << 64) - 1, "a whole number of at most 64 bits"),
-    "max_tokens": (1, (1 << 31) - 1, "a whole number, 1 or more"),
+    "max_tokens": (1, (1 << 31) - 1, "a whole number from 1 to 2147483647"),
     "logprobs": (0, 20, "a whole number from 0 to 20"),
 }
 _OPTIONAL = ("seed", "logprobs")

@@ -145,6 +145,8 @@ def test_ranks_map_their_own_file_and_no_other(tmp_path, sharded, tiny_checkpoin
         (("--prompt", "x", "--system", "s"), 2, "--chat"),
         (("--prompt", "x", "--logprobs", "3"), 2, "nowhere to go"),
         (("--prompt", "x", "--nonsense"), 2, "--nonsense"),
+        (("--prompt", "x", "--stop", ""), 2, "--stop"),
+        (("--prompt", "x", "--max-tokens", "9" * 12), 2, "2147483647"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line_and_a_hint(arguments, code, words, tmp_path, base_tp2, capsys):
