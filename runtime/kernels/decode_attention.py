@@ -25,6 +25,7 @@ from .launch import (
     precision,
     start_dependents,
     start_dependents_late,
+    takes_large_tiles,
     wait_for_inputs,
 )
 from .rotary import HeadNorm, Rotation, load_rotated, norm_arguments, norm_flags
@@ -231,6 +232,7 @@ def decode_attention(
     out = q.new_empty((count, kv * groups * dim))
     if splits == 0:
         splits, tiling = choose_tiling(count * kv, wide, q.element_size(), num_processors(q.device))
+        tiling = tiling if takes_large_tiles(q.device) else (32, 4, 2)
     scratch = torch.empty(count * kv * splits * pad * (wide + 2), dtype=torch.float32, device=q.device)
     partial, stats = scratch, scratch[count * kv * splits * pad * wide :]
     cos_sin = rotation.cos_sin if rotation is not None else scratch

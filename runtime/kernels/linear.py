@@ -17,7 +17,17 @@ import triton.language as tl
 
 from . import INTERPRETED
 from .activation import gated, gated_activation
-from .launch import LATE, Kernel, dot, precision, prefetch, start_dependents, start_dependents_late, wait_for_inputs
+from .launch import (
+    LATE,
+    Kernel,
+    dot,
+    precision,
+    prefetch,
+    start_dependents,
+    start_dependents_late,
+    takes_large_tiles,
+    wait_for_inputs,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .decode_attention import Softmax, scores_to_exponents
-from .launch import Kernel, dot, index_type, precision, start_dependents, wait_for_inputs
+from .launch import Kernel, dot, index_type, precision, start_dependents, takes_large_tiles, wait_for_inputs
 
 
 @triton.jit
@@ -109,11 +109,11 @@ def _prefill_attention(
 _kernel = Kernel(_prefill_attention)
 
 
-def choose_tiling(wide: int, itemsize: int) -> tuple[int, int, int, int]:
+def choose_tiling(wide: int, itemsize: int, large: bool) -> tuple[int, int, int, int]:
     """(queries and keys at a time, warps, pipeline stages) for heads of `wide` padded dimensions."""
     if itemsize == 4 or wide > 256:
         return 32, 16, 4, 2
-    return (128, 128, 8, 2) if wide <= 128 else (64, 32, 4, 2)
+    return ((128, 128, 8, 2) if large else (64, 64, 4, 2)) if wide <= 128 else (64, 32, 4, 2)
 
 
 def prefill_attention(
@@ -139,7 +139,7 @@ def prefill_attention(
     q = q.contiguous()
     heads, wide = q.shape[1], triton.next_power_of_2(dim)
     out = torch.empty_like(q)
-    queries, block, warps, stages = tiling or choose_tiling(wide, q.element_size())
+    queries, block, warps, stages = tiling or choose_tiling(wide, q.element_size(), takes_large_tiles(q.device))
     _kernel(
         (triton.cdiv(longest, queries), heads, len(rows)),
         (

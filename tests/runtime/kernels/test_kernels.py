@@ -95,10 +95,14 @@ class Case:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-VARIANTS = pytest.mark.parametrize(
-    "options", [{}, {"interleaved": True, "rot": 12}, {"norms": True, "dim": 32, "rot": 16}, {"groups": 1, "kv": 3}]
+INTERLEAVED = {"interleaved": True, "rot": 12}
+NORMED = {"norms": True, "dim": 32, "rot": 16}
+UNGROUPED = {"groups": 1, "kv": 3}
+VARIANTS = pytest.mark.parametrize("options", [{}, INTERLEAVED, NORMED, UNGROUPED])
+CASES = pytest.mark.parametrize(
+    ("options", "extras"),
+    [({}, {}), (INTERLEAVED, {"cap": 5.0}), (NORMED, {"window": 11}), (UNGROUPED, {"window": 20, "sinks": True})],
 )
-SOFTMAX = pytest.mark.parametrize("extras", [{}, {"cap": 5.0}, {"window": 11}, {"window": 20, "sinks": True}])
 
 
 def softmax_of(case: Case, extras: dict):
@@ -129,8 +133,7 @@ def test_rotate_and_write(device, kind, options):
 
 
 @TYPES
-@VARIANTS
-@SOFTMAX
+@CASES
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("fused", [False, True])
 def test_decode_attention(device, kind, options, extras, splits, fused):
@@ -163,8 +166,7 @@ def test_decode_attention(device, kind, options, extras, splits, fused):
 
 
 @TYPES
-@SOFTMAX
-@pytest.mark.parametrize("options", [{}, {"groups": 1, "kv": 3, "dim": 32}])
+@CASES
 def test_prefill_attention(device, kind, options, extras):
     from mgtp.runtime.kernels.prefill_attention import prefill_attention
 
