@@ -49,11 +49,8 @@ def main() -> None:
         shard += ["--tp-size", str(options.tp_size), "--dtype", options.dtype, "--out"]
         copies, shards, peaks = [], [], []
         for run in range(options.runs + 1):
-            copy = timed(["sh", "-c", f"cp -r {source} {folder}/copy && sync -f {folder}/copy"], source, options.cold)
-            cut = timed([*shard, f"{folder}/shards"], source, options.cold)
-            for out in ("copy", "shards"):
-                shutil.rmtree(folder / out)
-            os.sync()
+            copy = timed(["sh", "-c", f"cp -r {source} {folder}/out && sync -f {folder}/out"], folder, options.cold)
+            cut = timed([*shard, f"{folder}/out"], folder, options.cold)
             if run:  # the first of each only warms up
                 copies.append(copy[0])
                 shards.append(cut[0])
@@ -80,19 +77,25 @@ def make_checkpoint(folder: Path, gigabytes: float) -> tuple[Path, int]:
     return folder, sum(f.stat().st_size for f in folder.iterdir())
 
 
-def timed(command: list[str], source: Path, cold: bool) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a command."""
+def timed(command: list[str], folder: Path, cold: bool) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a command that reads folder/source and writes folder/out, which is removed.
+
+    So each command starts with the same free memory and an idle disk, whichever ran before.
+    """
     if cold:
-        for file in source.iterdir():
+        for file in (folder / "source").iterdir():
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{command} failed with {process.returncode}")
-    return time.perf_counter() - begin, usage.ru_maxrss * 1024
+    shutil.rmtree(folder / "out")
+    os.sync()
+    return seconds, usage.ru_maxrss * 1024
 
 
 def report(options: argparse.Namespace, size: int, copies: list[float], shards: list[float], peaks: list[int]) -> None:

@@ -42,7 +42,7 @@ def test_options_in_range(options: dict[str, Any]) -> None:
         *[("presence_penalty", value, "from -2 to 2") for value in (-2.1, 2.1, NAN)],
         *[("frequency_penalty", value, "from -2 to 2") for value in (-INF, INF, NAN)],
         *[("seed", value, "at most 64 bits") for value in (1 << 64, -(1 << 63) - 1, 0.5)],
-        *[("max_tokens", value, "1 or more") for value in (0, -1, 2.0, None, 1 << 31)],
+        *[("max_tokens", value, "from 1 to 2147483647") for value in (0, -1, 2.0, None, 1 << 31)],
         *[("logprobs", value, "from 0 to 20") for value in (-1, 21, True)],
     ],
 )
