@@ -12,7 +12,10 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 
 class Communicator(Protocol):
-    """Collectives over `size` ranks, of which this process is number `rank`. All ranks call in the same order."""
+    """Collectives over `size` ranks, of which this process is number `rank`. All ranks call in the same order.
+
+    `backend` is what runs them: nccl, host, oneshot, or none for a single rank.
+    """
 
     rank: int
     size: int
@@ -50,15 +53,17 @@ class SingleRank:
 
 
 class GroupCommunicator:
-    """Collectives that torch.distributed runs where the tensors are: NCCL on GPUs, gloo on CPUs."""
+    """Collectives that torch.distributed runs where the tensors are: NCCL on GPUs."""
+
+    backend = "nccl"
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self.backend: str = str(dist.get_backend(group))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
+        """The sum over ranks, in place unless the tensor has gaps."""
+        tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
@@ -70,25 +75,31 @@ class GroupCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """`source`'s tensor, in place."""
-        dist.broadcast(tensor, group=self.group, group_src=source)
-        return tensor
+        whole = tensor.contiguous()
+        dist.broadcast(whole, group=self.group, group_src=source)
+        return tensor if whole is tensor else tensor.copy_(whole)
 
 
 class HostCommunicator(GroupCommunicator):
-    """Collectives staged through host memory over gloo: right for any placement, several ranks on one GPU included."""
+    """Collectives over gloo, through the host's memory when tensors are elsewhere: right for any placement.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self.backend = "host"
+    16-bit numbers are added up in float32 and rounded once; gloo itself would round after every addition.
+    """
+
+    backend = "host"
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, copied back in place."""
-        return tensor.copy_(super().all_reduce(tensor.cpu()))
+        """The sum over ranks, in place."""
+        narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+        staged = tensor.to("cpu", torch.float32 if narrow else tensor.dtype)
+        total = super().all_reduce(staged)
+        return tensor if total is tensor else tensor.copy_(total)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[size, *tensor.shape] in rank order, on the tensor's device."""
         return super().all_gather(tensor.cpu()).to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """`source`'s tensor, copied back in place."""
-        return tensor.copy_(super().broadcast(tensor.cpu(), source))
+        """`source`'s tensor, in place."""
+        staged = super().broadcast(tensor.cpu(), source)
+        return tensor if staged is tensor else tensor.copy_(staged)

@@ -63,8 +63,8 @@ class RankWorker:
         self.link.stage("device")
         device = mesh.bind_device(self.options, int(os.environ.get("LOCAL_RANK", self.rank)))
         self.link.stage("rendezvous")
-        communicator = mesh.join(self.options, self.rank, device, self.link.folder)
-        self.place = Place(device, communicator)
+        self.mesh = mesh.join(self.options, self.rank, device, self.link.folder)
+        self.place = Place(device, self.mesh.tp)
         self.link.stage("load")
         begin = time.monotonic()
         self.load()
@@ -84,7 +84,7 @@ class RankWorker:
                 load_seconds=seconds,
                 device_used_bytes=now.total - now.free,
                 device_total_bytes=now.total,
-                backend=communicator.backend,
+                backend=self.mesh.tp.backend,
             )
         )
         self.link.current_stage = "running"

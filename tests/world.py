@@ -79,7 +79,7 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from mgtp.runtime.communicator import GroupCommunicator, SingleRank
+    from mgtp.runtime.communicator import HostCommunicator, SingleRank
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
@@ -89,7 +89,7 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
             tp_size, job, args = pipe.recv()
         except EOFError:
             return
-        communicator = SingleRank() if tp_size == 1 else GroupCommunicator(groups[tp_size])  # type: ignore[arg-type]
+        communicator = SingleRank() if tp_size == 1 else HostCommunicator(groups[tp_size])  # type: ignore[arg-type]
         try:
             pipe.send((False, job(communicator, *args)))
         except BaseException:
