@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ..shardplan.shard_set import ShardSet
 
 LOG_FORMATS = ("text", "json")
+RESTART_POLICIES = ("never", "on-failure")
+DEFAULT_MAX_RESTARTS = 5
 
 
 @app.command()
@@ -52,6 +54,16 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="On SIGTERM, how long running requests may go on, in seconds.")
     ] = 30,
+    restart: Annotated[
+        str,
+        typer.Option(help="When a rank has failed: never ends the server with code 5, on-failure starts all again."),
+    ] = "never",
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Most restarts within 10 minutes, then the server ends (default: {DEFAULT_MAX_RESTARTS})."
+        ),
+    ] = None,
     max_n: Annotated[int, typer.Option(min=1, help="Most answers to one prompt (n).")] = 16,
     max_logprobs: Annotated[int, typer.Option(min=0, max=20, help="Most log-probabilities a token.")] = 20,
     max_stop: Annotated[int, typer.Option(min=0, help="Most stop strings of a request.")] = 16,
@@ -77,6 +89,7 @@ def serve(
         raise UsageError(f"--log-format {log_format!r} is unknown", f"use {' or '.join(LOG_FORMATS)}")
     if api_key == "":
         raise UsageError("the API key is empty", "leave it out to serve without a key")
+    limit = _max_restarts(restart, max_restarts)
     launch = LaunchOptions(
         device=device,
         devices=parse_devices(devices),
@@ -97,6 +110,7 @@ def serve(
         max_queue=max_queue,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
+        max_restarts=limit,
         max_n=max_n,
         max_logprobs=max_logprobs,
         max_stop=max_stop,
@@ -106,6 +120,17 @@ def serve(
     sock = bind(host, port)
     shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     _run(shard_set, launch, options, sock)
+
+
+def _max_restarts(restart: str, given: int | None) -> int:
+    """How often ranks may be started again; raises UsageError for an unknown policy, or a limit without one."""
+    if restart not in RESTART_POLICIES:
+        raise UsageError(f"--restart {restart!r} is unknown", f"use {' or '.join(RESTART_POLICIES)}")
+    if restart == "never":
+        if given is not None:
+            raise UsageError(f"--max-restarts {given} has no effect with --restart never", "add --restart on-failure")
+        return 0
+    return DEFAULT_MAX_RESTARTS if given is None else given
 
 
 def _run(shard_set: ShardSet, launch: LaunchOptions, options: ServerOptions, sock: socket) -> None:

@@ -67,6 +67,14 @@ def rank_pids(folder: Path) -> list[int]:
     return sorted(found)
 
 
+def rank_pid(folder: Path, rank: int) -> int:
+    """The process of one rank whose run folder lies under `folder`."""
+    for pid in rank_pids(folder):
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"no rank {rank}")
+
+
 def wait_for_ranks(folder: Path, count: int, seconds: float = 60) -> list[int]:
     """Wait until `count` rank processes run; their pids."""
     deadline = time.monotonic() + seconds

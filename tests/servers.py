@@ -35,6 +35,7 @@ class ServerProcess:
                 self.wait_until_ready()
         except BaseException:
             self.process.kill()
+            print(*self.log, sep="\n")
             raise
 
     def _collect(self) -> None:
@@ -49,6 +50,11 @@ class ServerProcess:
     def wait_until_ready(self) -> None:
         """Wait for /ready."""
         wait_for(lambda: self.http.get("/ready").status_code == 200 or None, START_SECONDS, self.process)
+
+    @property
+    def model(self) -> str:
+        """The name of the served model."""
+        return self.http.get("/v1/models").json()["data"][0]["id"]
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """POST a document."""
@@ -111,6 +117,6 @@ def wait_for(check: Callable[[], Any], seconds: float, process: subprocess.Popen
         value = check()
         if value is not None:
             return value
-        assert not ended, "the server has ended"
+        assert not ended, f"the process has ended with code {process.returncode if process else None}"
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)

@@ -71,10 +71,11 @@ class AsyncRanks:
         return self.group.blame(failures)
 
     def close(self) -> None:
-        """Stop receiving; the group stays as it is."""
+        """Stop receiving, and leave the event loop; the group can then be stopped in another thread."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
+        self._events.close()
 
 
 async def start_ranks(
@@ -89,6 +90,6 @@ async def start_ranks(
             start.note(await ranks.receive(start.seconds_left))
     except BaseException:
         ranks.close()
-        group.stop()
+        await asyncio.to_thread(group.stop)
         raise
     return start.result(), ranks

@@ -12,13 +12,12 @@ from starlette.types import ASGIApp
 
 from ...shardplan.errors import MgtpError
 from ...shardplan.version import __version__
-from ..messages import Stats
 from . import completions, prompts, status_page
-from .engine_client import IDLE, EngineClient
 from .errors import ApiError, on_error, on_http_exception, on_invalid, unavailable
 from .gate import Gate, json_response
+from .host import ModelHost
 from .metrics import Metrics
-from .model import ServedModel, off_loop
+from .model import off_loop
 from .options import ServerOptions
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -32,51 +31,27 @@ _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 
 
 class Server:
-    """What the endpoints share. `client` is there once the ranks are ready."""
+    """What the endpoints share."""
 
-    def __init__(self, model: ServedModel, options: ServerOptions) -> None:
-        self.model, self.options = model, options
-        self.metrics = Metrics()
-        self._client: EngineClient | None = None
+    def __init__(self, host: ModelHost, options: ServerOptions, metrics: Metrics) -> None:
+        self.host, self.options, self.metrics = host, options, metrics
         self.is_draining = False
 
-    @property
-    def client(self) -> EngineClient:
-        """The way to the leader; raises ApiError while there is none."""
-        if self._client is None:
-            raise unavailable("the model is being loaded", code="loading")
-        return self._client
-
-    @client.setter
-    def client(self, client: EngineClient) -> None:
-        self._client = client
+    def find(self, name: str | None) -> ModelHost:
+        """The model that a request names, or does not; raises ApiError for one that is not served."""
+        self.host.model.check_name(name)
+        return self.host
 
     @property
     def status(self) -> str:
-        """'loading', 'ready', 'stalled', 'draining' or 'failed'."""
-        if self._client is None:
-            return "draining" if self.is_draining else "loading"
-        if self._client.failing:
-            return "failed"
-        if self.is_draining:
-            return "draining"
-        return "stalled" if self._client.is_stalled else "ready"
-
-    @property
-    def stats(self) -> Stats:
-        """The leader's last report; zeros while there is none."""
-        return self._client.stats if self._client is not None else IDLE
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens that the leader has sent."""
-        return self._client.num_generated if self._client is not None else 0
+        """'loading', 'ready', 'stalled', 'restarting', 'draining' or 'failed'."""
+        status = self.host.status
+        return "draining" if self.is_draining and status != "failed" else status
 
     def check_open(self) -> None:
-        """Raise ApiError unless generations are taken."""
+        """Raise ApiError while the server is shutting down."""
         if self.is_draining:
             raise unavailable("the server is shutting down", code="draining")
-        _ = self.client
 
 
 def build_app(server: Server) -> ASGIApp:
@@ -108,44 +83,43 @@ def _add_model(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> Response:
         """The models that are served: one."""
-        return json_response({"object": "list", "data": [_describe(server)]})
+        return json_response({"object": "list", "data": [_describe(server.host)]})
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> Response:
         """One model."""
-        server.model.check_name(name)
-        return json_response(_describe(server))
+        return json_response(_describe(server.find(name)))
 
     @app.post("/tokenize", responses=_ERRORS, response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The ids of a text, or of a conversation as the model would see it."""
-        server.model.check_name(body.model)
+        model = server.find(body.model).model
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give one of 'prompt' and 'messages'", param="prompt")
         if body.messages is not None:
-            ids = await prompts.read_conversation(server.model, body.messages, None, None)
+            ids = await prompts.read_conversation(model, body.messages, None, None)
         else:
-            ids = await server.model.encode(body.prompt or "", body.add_special_tokens)
-        length = server.model.max_model_len
+            ids = await model.encode(body.prompt or "", body.add_special_tokens)
+        length = model.max_model_len
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": length})
 
     @app.post("/detokenize", responses=_ERRORS, response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens included."""
-        server.model.check_name(body.model)
-        bad = next((i for i in body.tokens if not 0 <= i < server.model.vocab_size), None)
+        model = server.find(body.model).model
+        bad = next((i for i in body.tokens if not 0 <= i < model.vocab_size), None)
         if bad is not None:
-            top = server.model.vocab_size - 1
+            top = model.vocab_size - 1
             raise ApiError(400, f"a token id is outside the vocabulary, 0 to {top}", param="tokens")
-        tokenizer = server.model.tokenizer
+        tokenizer = model.tokenizer
         if not tokenizer.has_text:
             raise ApiError(400, "this model has no tokenizer", param="tokens")
         text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         return json_response({"prompt": text})
 
 
-def _describe(server: Server) -> dict[str, Any]:
-    model = server.model
+def _describe(host: ModelHost) -> dict[str, Any]:
+    model = host.model
     length = model.ready[0].max_model_len if model.ready else None
     fixed = {"id": model.name, "object": "model", "created": model.created, "owned_by": "mgtp"}
     return {**fixed, "max_model_len": length}
@@ -154,13 +128,13 @@ def _describe(server: Server) -> dict[str, Any]:
 def _add_life(app: FastAPI, server: Server) -> None:
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
-        """Whether the server lives: 503 as soon as a rank has failed."""
+        """Whether the server lives: 503 as soon as a rank has failed for good."""
         status = server.status
         return json_response({"status": status}, 503 if status == "failed" else 200)
 
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
-        """Whether requests are taken: 503 while loading, draining, stalled or failed."""
+        """Whether requests are taken: 503 while loading, restarting, draining, stalled or failed."""
         status = server.status
         if status == "ready":
             return json_response({"status": status})

@@ -22,6 +22,7 @@ from .tools import ToolUse
 
 if TYPE_CHECKING:
     from .app import Server
+    from .host import ModelHost
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default of /v1/completions; a chat may use what is left of the context."""
@@ -29,8 +30,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 async def complete(server: Server, http: HttpRequest, body: CompletionRequest) -> Response:
     """Answer /v1/completions."""
-    model, limits = server.model, server.options
-    model.check_name(body.model)
+    host, limits = server.find(body.model), server.options
+    model = host.model
     options = prompts.read_options(body, model, limits, body.logprobs)
     n, stop = prompts.read_n(body.n, limits), prompts.read_stop(body.stop, model, limits)
     max_tokens = prompts.read_max_tokens(body.max_tokens, "max_tokens", 0, DEFAULT_COMPLETION_TOKENS)
@@ -44,17 +45,17 @@ async def complete(server: Server, http: HttpRequest, body: CompletionRequest) -
     with_ids = bool(body.return_token_ids)
     form = CompletionForm(model, ids, n, body.logprobs is not None, with_ids, echoes)
     if max_tokens == 0:
-        return await _nothing(server, http, body, form)
+        return await _nothing(server, host, body, form)
     room = [min(max_tokens, model.max_model_len - len(prompt)) for prompt in ids]
     grammar = await read_format(model, body.response_format)
-    answers = _answers(server, form, options, room, stop, grammar, continues=True)
-    return await _respond(server, http, body, form, answers)
+    answers = _answers(form, options, room, stop, grammar, continues=True)
+    return await _respond(server, host, http, body, form, answers)
 
 
 async def chat(server: Server, http: HttpRequest, body: ChatRequest) -> Response:
     """Answer /v1/chat/completions."""
-    model, limits = server.model, server.options
-    model.check_name(body.model)
+    host, limits = server.find(body.model), server.options
+    model = host.model
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     options = prompts.read_options(body, model, limits, (body.top_logprobs or 0) if body.logprobs else None)
@@ -67,12 +68,11 @@ async def chat(server: Server, http: HttpRequest, body: ChatRequest) -> Response
     grammar = await (tools.grammar(model) if tools.forced else read_format(model, body.response_format))
     form = ChatForm(model, [ids], n, bool(body.logprobs), bool(body.return_token_ids), tools)
     room = max_tokens if given is not None else model.max_model_len - len(ids)
-    answers = _answers(server, form, options, [room], stop, grammar, continues=False)
-    return await _respond(server, http, body, form, answers)
+    answers = _answers(form, options, [room], stop, grammar, continues=False)
+    return await _respond(server, host, http, body, form, answers)
 
 
 def _answers(
-    server: Server,
     form: Form,
     options: SamplingParams,
     room: Sequence[int],
@@ -87,20 +87,20 @@ def _answers(
         sampling = msgspec.structs.replace(options, max_tokens=tokens).with_seed()
         for choice in range(form.n):
             index = len(answers)
-            request = Request(f"{form.id}-{index}", ids, sampling, server.model.eos_ids, grammar)
+            request = Request(f"{form.id}-{index}", ids, sampling, form.model.eos_ids, grammar)
             request = prompts.with_choice_seed(request, choice)
-            answers.append(Answer(index, request, server.model, stop, continues))
+            answers.append(Answer(index, request, form.model, stop, continues))
     return answers
 
 
 async def _respond(
-    server: Server, http: HttpRequest, body: Sampling, form: Form, answers: Sequence[Answer]
+    server: Server, host: ModelHost, http: HttpRequest, body: Sampling, form: Form, answers: Sequence[Answer]
 ) -> Response:
     """Run the generation; its stream, or the whole answer."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     server.check_open()
-    generation = Generation(server.client, answers, server.options.request_timeout, server.metrics)
+    generation = Generation(host.client, answers, server.options.request_timeout, server.metrics)
     prompt_tokens = sum(map(len, form.prompts))
     server.metrics.prompt_tokens.inc(prompt_tokens)
     note = http.scope.setdefault("mgtp", {})
@@ -130,9 +130,10 @@ async def _collect(generation: Generation) -> list[Any]:
     return [piece async for piece in generation]
 
 
-async def _nothing(server: Server, http: HttpRequest, body: CompletionRequest, form: CompletionForm) -> Response:
+async def _nothing(server: Server, host: ModelHost, body: CompletionRequest, form: CompletionForm) -> Response:
     """The answer to max_tokens 0: the prompt where it is echoed, and nothing generated."""
     server.check_open()
+    _ = host.client
     answers = merge([], len(form.prompts) * form.n)
     for answer in answers:
         answer.finish_reason = "length"

@@ -14,11 +14,11 @@ import uvicorn
 
 from ...shardplan.errors import MgtpError
 from ...shardplan.shard_set import ShardSet
-from ..launch.async_ranks import AsyncRanks, start_ranks
-from ..launch.start import LaunchOptions, StartedGroup
+from ..launch.start import LaunchOptions
 from .app import Server, build_app
-from .engine_client import EngineClient
 from .errors import unavailable
+from .host import ModelHost
+from .metrics import Metrics
 from .model import ServedModel
 from .options import ServerOptions
 
@@ -59,8 +59,11 @@ class Life:
     """One run of a server."""
 
     def __init__(self, shard_set: ShardSet, launch: LaunchOptions, options: ServerOptions, sock: socket.socket) -> None:
-        self._shard_set, self._launch, self._options, self._sock = shard_set, launch, options, sock
-        self.server = Server(ServedModel(options.model_name, shard_set, int(time.time())), options)
+        self._options, self._sock = options, sock
+        metrics = Metrics()
+        model = ServedModel(options.model_name, shard_set, int(time.time()))
+        self.host = ModelHost(model, launch, options, metrics)
+        self.server = Server(self.host, options, metrics)
         self._http = _Http(self._http_config())
         self._exit_code = 0
 
@@ -84,22 +87,18 @@ class Life:
             loop.add_signal_handler(number, self._on_signal, number)
         log.info("listening on %s", self._address())
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]))
-        started: StartedGroup | None = None
-        starting = asyncio.create_task(start_ranks(self._shard_set, self._launch, on_stage))
+        serving = asyncio.create_task(self.host.run(on_stage))
         try:
-            if await _first(starting, self._asked.wait()):
-                started, ranks = starting.result()
-                await self._serve(started, ranks)
+            if await _first(serving, self._asked.wait()):
+                await self._end_failed(serving)
+            await self._drain(serving)
         finally:
             self.server.is_draining = True
-            if not starting.done():
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
             self._http.should_exit = True
             with contextlib.suppress(Exception):
                 await http
-            if started is not None:
-                started.group.stop()
         return self._exit_code
 
     def _address(self) -> str:
@@ -112,43 +111,26 @@ class Life:
             self._hurried.set()
         self._exit_code = 0 if number == signal.SIGTERM and not self._hurried.is_set() else 128 + number
         self.server.is_draining = True
+        self.host.end()
         self._asked.set()
 
-    async def _serve(self, started: StartedGroup, ranks: AsyncRanks) -> None:
-        """From ready ranks to drained ones."""
-        options, server = self._options, self.server
-        client = EngineClient(ranks, server.metrics, max_num_seqs=options.max_num_seqs, max_queue=options.max_queue)
-        server.model.ready = started.ready
-        server.metrics.observe_ready(started.ready)
-        server.client = client
-        tokens = started.ready[0].kv_cache_tokens
-        log.info("%d rank(s) ready in %.1f s, KV cache for %d tokens", len(started.ready), started.seconds, tokens)
-        log.info("serving %s on %s", server.model.name, self._address())
-        routing = asyncio.create_task(client.run())
-        try:
-            if await _first(routing, self._asked.wait()):
-                await self._end_failed(routing)
-            await self._drain(client, routing)
-        finally:
-            routing.cancel()
-            await asyncio.gather(routing, return_exceptions=True)
-            ranks.close()
-
-    async def _end_failed(self, routing: asyncio.Task[None]) -> None:
+    async def _end_failed(self, serving: asyncio.Task[None]) -> None:
         """Let every client hear of a failed rank; raises its error."""
-        await asyncio.wait((asyncio.create_task(self._hurried.wait()),), timeout=LAST_WORDS_SECONDS)
-        routing.result()
+        if self.host.model.ready:
+            await asyncio.wait((asyncio.create_task(self._hurried.wait()),), timeout=LAST_WORDS_SECONDS)
+        serving.result()
 
-    async def _drain(self, client: EngineClient, routing: asyncio.Task[None]) -> None:
+    async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Let running requests finish, for as long as they may; the rest is told."""
-        if client.num_unfinished:
-            log.info("draining: %d sequence(s), at most %g s", client.num_unfinished, self._options.drain_timeout)
+        host = self.host
+        if host.num_unfinished:
+            log.info("draining: %d sequence(s), at most %g s", host.num_unfinished, self._options.drain_timeout)
         deadline = time.monotonic() + self._options.drain_timeout
-        while client.num_unfinished and time.monotonic() < deadline and not self._hurried.is_set():
+        while host.num_unfinished and time.monotonic() < deadline and not self._hurried.is_set():
             await asyncio.sleep(0.02)
-            if routing.done():
-                await self._end_failed(routing)
-        client.fail_all(unavailable("the server is shutting down", code="draining"))
+            if serving.done():
+                await self._end_failed(serving)
+        host.fail_all(unavailable("the server is shutting down", code="draining"))
 
 
 async def _first(task: asyncio.Task, other) -> bool:

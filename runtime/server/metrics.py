@@ -63,6 +63,9 @@ class Metrics:
         self.preemptions = Gauge(
             "mgtp_preemptions", "Sequences that gave their blocks back, since the start.", registry=registry
         )
+        self.restarts = Counter(
+            "mgtp_restarts", "Times that a model's ranks were started again.", ["model"], registry=registry
+        )
         self.rank_weights = Gauge(
             "mgtp_rank_weight_bytes", "Weights a rank holds.", ["rank", "device"], registry=registry
         )

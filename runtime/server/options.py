@@ -16,6 +16,8 @@ class ServerOptions:
     """Sequences that may wait while all of `max_num_seqs` run."""
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
+    max_restarts: int = 0
+    """Most times that failed ranks are started again within restarts.WINDOW_SECONDS."""
     max_n: int = 16
     max_logprobs: int = 20
     max_stop: int = 16

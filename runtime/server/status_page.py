@@ -27,15 +27,17 @@ def page() -> bytes:
 
 def status(server: Server) -> dict[str, Any]:
     """What the page shows, and `/status` tells."""
-    stats = server.stats
+    host = server.host
+    stats = host.stats
     return {
         "status": server.status,
-        "model": server.model.name,
+        "model": host.model.name,
         "time": time.monotonic(),
         "running": stats.running,
         "waiting": stats.waiting,
         "used_blocks": stats.used_blocks,
         "total_blocks": stats.total_blocks,
-        "generated_tokens": server.num_generated,
-        "ranks": [msgspec.structs.asdict(rank) for rank in server.model.ready],
+        "generated_tokens": host.num_generated,
+        "restarts": host.restarts.count,
+        "ranks": [msgspec.structs.asdict(rank) for rank in host.model.ready],
     }

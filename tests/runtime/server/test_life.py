@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from tests.processes import mgtp, rank_pids
+from tests.processes import mgtp, rank_pid
 from tests.servers import ServerProcess, wait_for
 
 LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0}
@@ -21,15 +21,6 @@ LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0
 @pytest.fixture
 def shard_set(served_checkpoint, sharded):
     return sharded(served_checkpoint, 2)
-
-
-def rank_pid(server: ServerProcess, rank: int) -> int:
-    """The process of one rank."""
-    for pid in rank_pids(server.folder):
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            if f"RANK={rank}".encode() in file.read().split(b"\0"):
-                return pid
-    raise AssertionError(f"no rank {rank}")
 
 
 def test_clients_that_go_away_free_their_blocks(server):
@@ -137,7 +128,7 @@ def test_a_killed_rank_ends_the_server(run_folder, shard_set):
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        os.kill(rank_pid(server, 0), signal.SIGKILL)
+        os.kill(rank_pid(server.folder, 0), signal.SIGKILL)
         begin = time.monotonic()
         other = httpx.Client(base_url=server.url, timeout=5, trust_env=False)
         wait_for(lambda: other.get("/health").status_code == 503 or None, 2)
@@ -151,7 +142,7 @@ def test_a_killed_rank_ends_the_server(run_folder, shard_set):
 
 def test_a_killed_rank_of_an_idle_server(run_folder, shard_set):
     server = ServerProcess(run_folder, shard_set)
-    os.kill(rank_pid(server, 1), signal.SIGKILL)
+    os.kill(rank_pid(server.folder, 1), signal.SIGKILL)
     assert server.wait(15) == 5
 
 

@@ -1,0 +1,156 @@
+"""One model and the ranks that serve it: started, watched, started again after a failure, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from ...shardplan.errors import CheckpointError, MgtpError, RankError
+from ...shardplan.shard_set import ShardSet
+from ..launch.async_ranks import AsyncRanks, start_ranks
+from ..launch.start import LaunchOptions, StartedGroup
+from ..messages import Stats
+from .engine_client import IDLE, EngineClient
+from .errors import ApiError, unavailable
+from .metrics import Metrics
+from .model import ServedModel
+from .options import ServerOptions
+from .restarts import WINDOW_SECONDS, Restarts
+
+log = logging.getLogger("mgtp.server")
+
+_SHORTEST_START_SECONDS = 1.0
+"""What clients are told to wait beside the pause, until a start has been timed."""
+
+
+class ModelHost:
+    """A served model. `run` must be running; `client` is there while its ranks are ready."""
+
+    def __init__(self, model: ServedModel, launch: LaunchOptions, options: ServerOptions, metrics: Metrics) -> None:
+        self.model, self.metrics = model, metrics
+        self.restarts = Restarts(options.max_restarts)
+        self._launch, self._options = launch, options
+        self._client: EngineClient | None = None
+        self._failure: MgtpError | None = None
+        self._is_restarting = self._is_ending = False
+        self._generated_before = 0
+        self._start_seconds = _SHORTEST_START_SECONDS
+        self._next_start = 0.0
+        metrics.restarts.labels(model.name)  # there from the beginning, with 0
+
+    @property
+    def client(self) -> EngineClient:
+        """The way to the leader; raises ApiError while there is none."""
+        if self._client is None or self._client.failing:
+            raise self._unavailable()
+        return self._client
+
+    def _unavailable(self) -> ApiError:
+        """Why requests are not taken now, and when to come back."""
+        cause = self._failure or (self._client.error if self._client is not None else None)
+        why = f": {cause.message}" if cause is not None else ""
+        if self.status == "restarting":
+            left = max(0.0, self._next_start - time.monotonic()) + self._start_seconds
+            return unavailable(f"the ranks are being started again{why}", math.ceil(left), code="restarting")
+        if self.status == "failed":
+            return unavailable(f"a rank has failed{why}", code="rank_failed")
+        return unavailable("the model is being loaded", code="loading")
+
+    @property
+    def status(self) -> str:
+        """'loading', 'ready', 'stalled', 'restarting' or 'failed'."""
+        if self._failure is not None or (self._client is not None and self._client.failing):
+            may_restart = not self._is_ending and self.restarts.allowed(time.monotonic())
+            return "restarting" if self._is_restarting or may_restart else "failed"
+        if self._client is None:
+            return "loading"
+        return "stalled" if self._client.is_stalled else "ready"
+
+    @property
+    def stats(self) -> Stats:
+        """The leader's last report; zeros while there is none."""
+        return self._client.stats if self._client is not None else IDLE
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that leaders of this model have sent."""
+        return self._generated_before + (self._client.num_generated if self._client is not None else 0)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait."""
+        return self._client.num_unfinished if self._client is not None else 0
+
+    async def run(self, on_stage: Callable[[int, str], None] | None = None) -> None:
+        """Serve until cancelled. Raises MgtpError when the ranks do not start, or fail and may not start again."""
+        try:
+            started, ranks = await start_ranks(self.model.shard_set, self._launch, on_stage)
+        except MgtpError as error:
+            self._failure, self._is_ending = error, True
+            raise
+        while True:
+            await self._serve(started, ranks)
+            started, ranks = await self._start_again(on_stage)
+
+    async def _start_again(self, on_stage: Callable[[int, str], None] | None) -> tuple[StartedGroup, AsyncRanks]:
+        """Ranks in the place of those that have failed; raises MgtpError when there may be none."""
+        while True:
+            await self._pause()
+            try:
+                await asyncio.to_thread(_check_unchanged, self.model.shard_set)
+                return await start_ranks(self.model.shard_set, self._launch, on_stage)
+            except MgtpError as error:
+                self._failure, self._is_restarting = error, False
+
+    async def _serve(self, started: StartedGroup, ranks: AsyncRanks) -> None:
+        """From ready ranks to failed ones, whose error is then `_failure`; they are gone when this returns."""
+        options = self._options
+        client = EngineClient(ranks, self.metrics, max_num_seqs=options.max_num_seqs, max_queue=options.max_queue)
+        self.model.ready, self._start_seconds = started.ready, started.seconds
+        self.metrics.observe_ready(started.ready)
+        self._client, self._failure, self._is_restarting = client, None, False
+        tokens = started.ready[0].kv_cache_tokens
+        log.info("%d rank(s) ready in %.1f s, KV cache for %d tokens", len(started.ready), started.seconds, tokens)
+        try:
+            await client.run()
+        except RankError as error:
+            self._failure = error
+        finally:
+            ranks.close()
+            await asyncio.to_thread(started.group.stop)
+            self._generated_before, self._client = self.num_generated, None
+
+    async def _pause(self) -> None:
+        """Wait for the next start; raises when there may be none."""
+        assert self._failure is not None
+        now = time.monotonic()
+        if self._is_ending or not self.restarts.limit:
+            raise self._failure
+        if not self.restarts.allowed(now):
+            again = f"{self._failure.message}, after {self.restarts.limit} restart(s) within {WINDOW_SECONDS:g} s"
+            raise RankError(again, self._failure.hint)
+        pause, self._is_restarting = self.restarts.note(now), True
+        self.metrics.restarts.labels(self.model.name).inc()
+        self._next_start = now + pause
+        log.warning("%s; %s starts again in %g s", self._failure.message, self.model.name, pause)
+        await asyncio.sleep(pause)
+
+    def end(self) -> None:
+        """From now on a failure is final: what runs may finish, and is not started again."""
+        self._is_ending = True
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every request with an error."""
+        if self._client is not None:
+            self._client.fail_all(error)
+
+
+def _check_unchanged(shard_set: ShardSet) -> None:
+    """Raise CheckpointError unless the folder still holds the set that was opened: its tokenizer is in use here."""
+    if ShardSet.open(shard_set.path).plan != shard_set.plan:
+        raise CheckpointError(
+            f"{shard_set.path}: not the shard set that was loaded", "put it back, or start the server anew"
+        )
