@@ -108,13 +108,21 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
 
 
+_NOT_A_NUMBER = {
+    "Input should be a valid integer, unable to parse string as an integer": "not a whole number",
+    "Input should be a valid number, unable to parse string as a number": "not a number",
+}
+"""What the library says of a value -> what we say."""
+
+
 def _usage_message(error: Any, arguments: list[str]) -> str:
     """What Typer says, with the value it leaves out: `--tp-size 'x': ...`."""
     for option in getattr(getattr(error, "param", None), "opts", ()):
         values = [b for a, b in pairwise(arguments) if a == option]
         values += [a.removeprefix(f"{option}=") for a in arguments if a.startswith(f"{option}=")]
         if values:
-            return f"{option} {values[-1]!r}: {error.message.rstrip('.')}"
+            message = error.message.rstrip(".")
+            return f"{option} {values[-1]!r}: {_NOT_A_NUMBER.get(message, message)}"
     return error.format_message().rstrip(".")
 
 

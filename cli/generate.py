@@ -22,6 +22,7 @@ from .launching import (
     TpSizeOption,
     VerifyOption,
 )
+from .options import flag
 
 if TYPE_CHECKING:
     from ..runtime.launch.client import Generation
@@ -165,7 +166,8 @@ def _sampling(shard_set: ShardSet, sampled: dict[str, Any], others: dict[str, An
     from ..runtime.sampling_params import SamplingParams
 
     given = {k: v for k, v in {**sampled, **others}.items() if v is not None}
-    return SamplingParams(**{**generation_defaults(shard_set.path), **given}).validate(shard_set.model.vocab_size)
+    options = SamplingParams(**{**generation_defaults(shard_set.path), **given})
+    return options.validate(shard_set.model.vocab_size, spelled=flag)
 
 
 def _check(ids: list[int], options: SamplingParams, max_tokens: int | None, context: int, shard_set: ShardSet) -> None:

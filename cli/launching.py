@@ -75,14 +75,16 @@ def open_set(
 
 def _verify(shard_set: ShardSet) -> None:
     """Raise CheckpointError unless every tensor of every rank has the plan's hash."""
+    from ..shardplan.values import counted
     from ..shardplan.verify import verify_set
     from .progress import bytes_progress
 
     with bytes_progress("verifying") as progress:
         faults = verify_set(shard_set, progress)
     if faults:
-        first = f"{faults[0].file}: {faults[0].tensor} {faults[0].reason}"
-        raise CheckpointError(f"{shard_set.path}: {len(faults)} faults, the first in {first}", "see mgtp verify")
+        raise CheckpointError(
+            f"{shard_set.path}: {counted(len(faults), 'fault')}, the first in {faults[0]}", "see mgtp verify"
+        )
 
 
 def _find_set(model: str, tp_size: int | None, dtype: str | None, revision: str | None) -> ShardSet:

@@ -65,7 +65,6 @@ def shard(
         log.warning("%s: %s", model, note)
     if out is None:
         out = default_folder(model, tp_size)
-    log.info("sharding %s for %d rank(s) in %s into %s", model, tp_size, plan.dtype, out)
     with bytes_progress("sharding") as progress:
         plan = write_shards(source, plan, out, force=force, progress=progress, threads=threads)
     seconds = time.monotonic() - begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import msgspec
@@ -58,34 +59,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """These options with a seed: fresh entropy where none was asked for."""
         return self if self.seed is not None else msgspec.structs.replace(self, seed=secrets.randbits(64))
 
-    def validate(self, vocab_size: int | None = None) -> SamplingParams:
-        """These options, checked; raises UsageError naming option, value and range.
+    def validate(self, vocab_size: int | None = None, *, spelled: Callable[[str], str] = str) -> SamplingParams:
+        """These options, checked; raises UsageError naming option (as `spelled`), value and range.
 
         With a `vocab_size`, ids must be below it.
         """
         for name, (low, high, range_text) in _FLOAT_RANGES.items():
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high or (name == "top_p" and value == 0):
-                raise _out_of_range(name, value, range_text)
+                raise _out_of_range(name, value, range_text, spelled(name))
         for name, (low, high, range_text) in _INT_RANGES.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
             if not _is_int(value) or not low <= value <= high:
-                raise _out_of_range(name, value, range_text)
-        self._validate_ids(vocab_size)
+                raise _out_of_range(name, value, range_text, spelled(name))
+        self._validate_ids(vocab_size, spelled)
         return self
 
-    def _validate_ids(self, vocab_size: int | None) -> None:
+    def _validate_ids(self, vocab_size: int | None, spelled: Callable[[str], str]) -> None:
         """Check the options that hold token ids."""
         top = (1 << 31 if vocab_size is None else vocab_size) - 1
         for token_id in (*self.stop_token_ids, *self.logit_bias):
             name = "logit_bias" if token_id in self.logit_bias else "stop_token_ids"
             if not _is_int(token_id) or not 0 <= token_id <= top:
-                raise _out_of_range(name, token_id, f"a token id from 0 to {top}", subject=f"an id in {name}")
+                raise _out_of_range(name, token_id, f"a token id from 0 to {top}", f"an id in {spelled(name)}")
         for token_id, bias in self.logit_bias.items():
             if not _is_number(bias) or not -100 <= bias <= 100:
-                subject = f"logit_bias of token {token_id}"
+                subject = f"{spelled('logit_bias')} of token {token_id}"
                 raise _out_of_range("logit_bias", bias, "a number from -100 to 100", subject)
 
 
@@ -116,7 +117,8 @@ def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _out_of_range(option: str, value: Any, range_text: str, subject: str = "") -> UsageError:
-    default = getattr(SamplingParams(), option)
-    message = f"{subject or option} is {value!r}, it must be {range_text}"
-    return UsageError(message, f"leave it out for its default, {default}")
+def _out_of_range(option: str, value: Any, range_text: str, subject: str) -> UsageError:
+    default = {"seed": "a random one", "logprobs": "none"}.get(
+        option
+    ) or f"its default, {getattr(SamplingParams(), option)}"
+    return UsageError(f"{subject} is {value!r}, it must be {range_text}", f"leave it out for {default}")

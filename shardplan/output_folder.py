@@ -22,6 +22,7 @@ from .journal import JOURNAL_FILE, Journal, journal_key
 from .plan import PLAN_FILE
 from .rank_file import PARTIAL
 from .sources.small_files import SMALL_FILES
+from .values import counted
 
 LOCK_FILE = ".lock"
 
@@ -125,7 +126,7 @@ def claim(out: Path, key: str, needed: int, num_ranks: int, *, force: bool) -> I
         journal = Journal(out, key, num_ranks)
         try:
             if journal.records:
-                log.info("continuing an interrupted run: %d tensors are done", len(journal.records))
+                log.info("continuing an interrupted run: %s done", counted(len(journal.records), "tensor"))
             else:
                 clear(out)
             yield journal

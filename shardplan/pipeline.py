@@ -7,7 +7,6 @@ one thread does at a time, front to back, and hashing. The number of windows in 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from .journal import Journal, Record
 from .plan import SourceSlice, TensorPlan
 from .rank_file import RankFile
 from .slicing import as_bytes, check_finite, convert, part_of_window, windows
+from .workers import start_threads, usable_cores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -216,8 +216,7 @@ def write_tensors(
     count = threads or min(_MAX_THREADS, usable_cores())
     workers = [threading.Thread(target=work.run, name=f"mgtp-shard-{i}", daemon=True) for i in range(count)]
     try:
-        for worker in workers:
-            worker.start()
+        start_threads(workers)
         for worker in workers:
             while worker.is_alive():
                 worker.join(_PROGRESS_SECONDS)
@@ -232,8 +231,3 @@ def write_tensors(
     if work.failure is not None:
         raise work.failure
     progress(work.bytes_done)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

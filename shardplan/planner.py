@@ -16,7 +16,7 @@ from .names import canonical_names, has_stacked_experts
 from .partition import TensorSpec, model_axes, part_bytes
 from .plan import FORMAT_VERSION, HASH_ALGORITHM, AxisPlan, ShardPlan, Tool
 from .sources.base import Source, TensorInfo
-from .values import shown
+from .values import counted, shown
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -155,12 +155,12 @@ def _check_names(specs: Sequence[TensorSpec], names: Mapping[str, str], source: 
         )
     if missing:
         raise CheckpointError(
-            f"{source.label}: {len(missing)}{more} tensors are missing: {_listed(missing)}",
+            f"{source.label}: {counted(len(missing), 'missing tensor')}{more}: {_listed(missing)}",
             "download the checkpoint again; config.json and weights must belong together",
         )
     if unexpected:
         raise CheckpointError(
-            f"{source.label}: {len(unexpected)} tensors are not part of this architecture: {_listed(unexpected)}",
+            f"{source.label}: {counted(len(unexpected), 'tensor')} not part of this architecture: {_listed(unexpected)}",
             "config.json and weights must belong together; adapters have to be merged first",
         )
 

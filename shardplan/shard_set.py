@@ -42,6 +42,14 @@ class ShardSet:
         With `ranks`, only their files have to be there and are looked at. Raises UsageError when `tp_size` is not the
         set's own, CheckpointError for everything else, naming the file.
         """
+        shard_set = cls.open_plan(path, tp_size=tp_size, ranks=ranks)
+        for rank in shard_set.plan.ranks if ranks is None else [shard_set.plan.ranks[r] for r in ranks]:
+            shard_set.check_rank_file(rank)
+        return shard_set
+
+    @classmethod
+    def open_plan(cls, path: Path, *, tp_size: int | None = None, ranks: Iterable[int] | None = None) -> ShardSet:
+        """`open` without a look at the rank files: the plan (the tensors of `ranks` only) and the small files."""
         path = Path(path)
         plan = decode_plan(_read_plan(path), path / PLAN_FILE)
         where = str(path / PLAN_FILE)
@@ -56,8 +64,6 @@ class ShardSet:
         config = parse_json_object(files[CONFIG_FILE], str(path / CONFIG_FILE))
         model = effective_model(parse_config(config), plan)
         check_against_model(plan, model, where, wanted)
-        for rank in wanted:
-            _check_rank_file(path, plan, plan.ranks[rank])
         return cls(path, plan, config, model, files)
 
     def model_files(self) -> Mapping[str, bytes]:
@@ -67,6 +73,17 @@ class ShardSet:
     def rank_path(self, rank: int) -> Path:
         """Where a rank's file is."""
         return self.path / self.plan.ranks[rank].file
+
+    def check_rank_file(self, rank: RankPlan) -> None:
+        """Raise CheckpointError unless the file has the plan's size, and the header that follows from the plan."""
+        file = self.rank_path(rank.rank)
+        expected = header_bytes(rank, self.plan.tp_size, self.plan.fingerprint)
+        with _copying(), open_regular(file) as (fd, stamp):
+            head = read_bytes(fd, file, 0, min(stamp.size, len(expected)))
+        if len(head) == len(expected) and head != expected:
+            raise CheckpointError(f"{file}: {_what_it_is(head, self.plan, rank.rank)}", _COPY_AGAIN)
+        if stamp.size != rank.bytes:
+            raise CheckpointError(f"{file}: {stamp.size} bytes, the plan says {rank.bytes}", _COPY_AGAIN)
 
 
 def _read_plan(path: Path) -> bytes:
@@ -78,12 +95,15 @@ def _read_plan(path: Path) -> bytes:
         )
         raise CheckpointError(f"{path}: {what}", hint)
     if os.path.lexists(path / PLAN_FILE):
-        return read_small_file(path / PLAN_FILE, _PLAN_LIMIT)[0]
+        with _copying():
+            return read_small_file(path / PLAN_FILE, _PLAN_LIMIT)[0]
     if journal_key(path) is not None:
         raise CheckpointError(
             f"{path}: an unfinished shard set (no {PLAN_FILE})",
             "run the same mgtp shard command again: it continues where it stopped",
         )
+    if any(path.glob("rank-*-of-*.safetensors")):
+        raise CheckpointError(f"{path}: rank files without {PLAN_FILE}", f"copy {PLAN_FILE} too, or shard again")
     if (path / CONFIG_FILE).exists():
         hint = f"a checkpoint has to be sharded first: mgtp shard {path} --tp-size N --out DIR"
         raise CheckpointError(f"{path}: not a shard set (no {PLAN_FILE})", hint)
@@ -108,18 +128,6 @@ def _read_files(path: Path, plan: ShardPlan) -> dict[str, bytes]:
             "remove it, or put it into the checkpoint and shard that again",
         )
     return files
-
-
-def _check_rank_file(path: Path, plan: ShardPlan, rank: RankPlan) -> None:
-    """The file has the plan's size, and the header that follows from the plan byte for byte."""
-    file = path / rank.file
-    expected = header_bytes(rank, plan.tp_size, plan.fingerprint)
-    with _copying(), open_regular(file) as (fd, stamp):
-        head = read_bytes(fd, file, 0, min(stamp.size, len(expected)))
-    if head != expected:
-        raise CheckpointError(f"{file}: {_what_it_is(head, plan, rank.rank)}", _COPY_AGAIN)
-    if stamp.size != rank.bytes:
-        raise CheckpointError(f"{file}: {stamp.size} bytes, the plan says {rank.bytes}", _COPY_AGAIN)
 
 
 def _what_it_is(head: bytes, plan: ShardPlan, rank: int) -> str:

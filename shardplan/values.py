@@ -17,6 +17,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 160 else text[:140] + "..." + text[-17:]
 
 
+def counted(count: int, noun: str) -> str:
+    """'1 tensor', '2 tensors'."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def is_finite_number(value: Any) -> bool:
     """Whether `value` is a number (no boolean) that a float can hold; JSON's integers may be too large for one."""
     if isinstance(value, bool) or not isinstance(value, int | float):

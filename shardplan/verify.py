@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -13,12 +12,12 @@ import numpy as np
 from .errors import CheckpointError
 from .hashing import hash_file_range
 from .names import canonical_name
-from .pipeline import usable_cores
 from .plan import RankPlan, TensorPlan
 from .planner import match
 from .shard_set import ShardSet
 from .slicing import as_bytes, convert, part_of_window, source_bytes, windows
 from .sources.base import Source, TensorInfo
+from .workers import WorkerPool, usable_cores
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -33,16 +32,21 @@ class Fault:
     tensor: str
     reason: str
 
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.file, self.tensor, self.reason) if part)
+
 
 def verify_set(
     shard_set: ShardSet, progress: ProgressCallback | None = None, threads: int | None = None
 ) -> list[Fault]:
-    """Hash every tensor of every rank again, several at a time; a fault for each that is not what the plan says."""
-    ranks = shard_set.plan.ranks
+    """Hash every tensor of every rank again, several at a time; a fault for each that is not what the plan says.
+
+    A file that is missing, or has another size or header, is one fault.
+    """
+    faults, ranks = _file_faults(shard_set)
     tensors = [(rank, tensor) for rank in ranks for tensor in rank.tensors]
     total, done = sum(tensor.bytes for _, tensor in tensors), 0
-    faults: list[Fault] = []
-    with _descriptors(shard_set) as fds, _pool(threads) as pool:
+    with _descriptors(shard_set, ranks) as fds, _pool(threads) as pool:
         checks = pool.map(lambda pair: _check_tensor(fds[pair[0].rank], *pair), tensors)
         for (_, tensor), fault in zip(tensors, checks, strict=True):
             if fault is not None:
@@ -53,6 +57,19 @@ def verify_set(
     return faults
 
 
+def _file_faults(shard_set: ShardSet) -> tuple[list[Fault], list[RankPlan]]:
+    """A fault for each rank file that is not the plan's by size or header, and the ranks of the others."""
+    faults: list[Fault] = []
+    sound: list[RankPlan] = []
+    for rank in shard_set.plan.ranks:
+        try:
+            shard_set.check_rank_file(rank)
+            sound.append(rank)
+        except CheckpointError as error:
+            faults.append(Fault(rank.file, "", error.message.removeprefix(f"{shard_set.rank_path(rank.rank)}: ")))
+    return faults, sound
+
+
 def _check_tensor(fd: int, rank: RankPlan, tensor: TensorPlan) -> Fault | None:
     try:
         found = hash_file_range(fd, rank.data_offset + tensor.offset, tensor.bytes)
@@ -60,7 +77,7 @@ def _check_tensor(fd: int, rank: RankPlan, tensor: TensorPlan) -> Fault | None:
         return Fault(rank.file, tensor.name, f"cannot be read: {error.strerror}")
     if found == tensor.hash:
         return None
-    return Fault(rank.file, tensor.name, "the file ends before" if found is None else "its bytes have another hash")
+    return Fault(rank.file, tensor.name, "the file ends before" if found is None else "does not have the plan's hash")
 
 
 def verify_against(
@@ -77,7 +94,7 @@ def verify_against(
     wanted = {spec.name: blueprint.sources[spec.name] for spec in blueprint.specs}
     faults += [Fault(first, t.name, "the checkpoint has no such tensor") for n, t in held[0].items() if n not in wanted]
     total, done = sum(source_bytes(info) for info in wanted.values()), 0
-    with _descriptors(shard_set) as fds, _pool(threads) as pool:
+    with _descriptors(shard_set, shard_set.plan.ranks) as fds, _pool(threads) as pool:
         for name, info in wanted.items():
             slices = [tensors[name] for tensors in held if name in tensors]
             if len(slices) < len(held):
@@ -107,8 +124,8 @@ def _compare_tensor(
     source: Source,
     info: TensorInfo,
     slices: list[TensorPlan],
-    fds: list[int],
-    pool: ThreadPoolExecutor,
+    fds: dict[int, int],
+    pool: WorkerPool,
 ) -> list[Fault]:
     """Window by window, all ranks at once; at most one fault a rank."""
     ranks = shard_set.plan.ranks
@@ -135,26 +152,20 @@ def _compare_tensor(
 
 
 @contextmanager
-def _descriptors(shard_set: ShardSet) -> Iterator[list[int]]:
-    """Every rank's file, open for reading."""
+def _descriptors(shard_set: ShardSet, ranks: list[RankPlan]) -> Iterator[dict[int, int]]:
+    """The files of `ranks`, open for reading: rank -> descriptor."""
     with ExitStack() as stack:
-        fds = []
-        for rank in shard_set.plan.ranks:
+        fds: dict[int, int] = {}
+        for rank in ranks:
             try:
                 file = stack.enter_context(shard_set.rank_path(rank.rank).open("rb"))
             except OSError as error:
                 raise CheckpointError(
                     f"{shard_set.path / rank.file}: {error.strerror}", "copy the file again"
                 ) from None
-            fds.append(file.fileno())
+            fds[rank.rank] = file.fileno()
         yield fds
 
 
-@contextmanager
-def _pool(threads: int | None) -> Iterator[ThreadPoolExecutor]:
-    """A thread pool that does not go through all its work first when it is interrupted."""
-    pool = ThreadPoolExecutor(threads or min(_MAX_THREADS, usable_cores()))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _pool(threads: int | None) -> WorkerPool:
+    return WorkerPool(threads or min(_MAX_THREADS, usable_cores()))

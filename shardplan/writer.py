@@ -11,10 +11,10 @@ Files depend on nothing but the checkpoint's content, the options and the versio
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
@@ -23,14 +23,18 @@ from .hashing import fingerprint, hash_bytes
 from .journal import Journal, run_key
 from .layout import header_bytes
 from .output_folder import check_paths, claim, clear, sync_folder, write_file
-from .pipeline import usable_cores, write_tensors
+from .pipeline import write_tensors
 from .plan import PLAN_FILE, FilePlan, ShardPlan, decode_plan, encode_plan
 from .rank_file import RankFile
 from .slicing import ValuesError, source_bytes
 from .sources.base import Source
+from .values import counted
+from .workers import WorkerPool, usable_cores
 
 ProgressCallback = Callable[[int, int], None]
 """Bytes of the checkpoint that are done, and all of them."""
+
+log = logging.getLogger("mgtp.shard")
 
 _FAULTS = {
     errno.ENOSPC: "free some space",
@@ -75,6 +79,7 @@ def write_shards(
     needed = sum(r.bytes for r in plan.ranks) + sum(f.bytes for f in plan.files.values())
     try:
         with claim(out, key, needed, plan.tp_size, force=force) as journal:
+            log.info("sharding %s for %s in %s into %s", source.label, counted(plan.tp_size, "rank"), plan.dtype, out)
             try:
                 _write(source, plan, out, journal, progress or (lambda done, total: None), threads)
             except ValuesError:
@@ -116,7 +121,7 @@ def _open_files(source: Source, plan: ShardPlan, out: Path, journal: Journal) ->
     known = _fingerprint(source, plan, journal) if is_known else ""
     files = [RankFile(out, rank, header_bytes(rank, plan.tp_size, known)) for rank in plan.ranks]
     cancelled = Event()
-    with ThreadPoolExecutor(min(len(files), usable_cores())) as pool:
+    with WorkerPool(min(len(files), usable_cores())) as pool:
         try:
             list(pool.map(lambda f: f.recover([record.ranks[f.plan.rank] for record in records], cancelled), files))
         except BaseException:
@@ -132,7 +137,7 @@ def _finish(source: Source, plan: ShardPlan, out: Path, files: Sequence[RankFile
     plan.fingerprint = _fingerprint(source, plan, journal)
     for file in files:
         file.set_hashes([record.ranks[file.plan.rank] for record in journal.records])
-    with ThreadPoolExecutor(min(len(files), usable_cores())) as pool:
+    with WorkerPool(min(len(files), usable_cores())) as pool:
         list(pool.map(lambda f: f.finish(header_bytes(f.plan, plan.tp_size, plan.fingerprint)), files))
     for file in files:
         file.rename()

@@ -12,12 +12,12 @@ import re
 import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from ..workers import WorkerPool
 from .base import Source, TensorInfo
 from .files import FileStamp, identity_of, read_small_file
 from .folder import list_folder, open_folder, other_notes, tensor_infos
@@ -205,13 +205,9 @@ def _progress_on_terminals_only() -> None:
 
 def _fetch_headers(snapshot: Snapshot, files: Mapping[str, HubFile]) -> dict[str, dict[str, HeaderTensor]]:
     """The checked header of every file, several fetched at a time; the first failure ends it."""
-    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+    with WorkerPool(_CONNECTIONS) as pool:
         found = {name: pool.submit(_fetch_header, snapshot, name, file) for name, file in files.items()}
-        try:
-            return {name: future.result() for name, future in found.items()}
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return {name: future.result() for name, future in found.items()}
 
 
 def _fetch_header(snapshot: Snapshot, name: str, file: HubFile) -> dict[str, HeaderTensor]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from ..values import shown
+from ..values import counted, shown
 from .files import DOWNLOAD_AGAIN, parse_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ def check_files_exist(index: Mapping[str, str], names: Collection[str], where: s
     missing = sorted(wanted.difference(names))
     if missing:
         raise CheckpointError(
-            f"{where}: {len(missing)} of the {len(wanted)} files in {INDEX_FILE} are missing: {', '.join(missing)}",
+            f"{where}: missing {len(missing)} of {counted(len(wanted), 'file')} in {INDEX_FILE}: {', '.join(missing)}",
             "download the missing files",
         )
 
@@ -92,16 +92,16 @@ def pick_tensors(
     if absent:
         listed = ", ".join(f"{name} ({index[name]})" for name in absent)
         raise CheckpointError(
-            f"{where}: {len(absent)} tensors are not in the file that {INDEX_FILE} names: {listed}",
+            f"{where}: {counted(len(absent), 'tensor')} not in the file that {INDEX_FILE} names: {listed}",
             "download the checkpoint again; index and files must belong together",
         )
     copies = sum(index.get(name, file) != file for file, entries in held.items() for name in entries)
     unknown = sum(name not in index for entries in held.values() for name in entries)
     notes = []
     if copies:
-        notes.append(f"ignored {copies} tensors stored again in a file other than the one the index names")
+        notes.append(f"ignored {counted(copies, 'tensor')} stored again in a file other than the one the index names")
     if unknown:
-        notes.append(f"ignored {unknown} tensors that the index does not name")
+        notes.append(f"ignored {counted(unknown, 'tensor')} that the index does not name")
     return {name: (file, held[file][name]) for name, file in index.items()}, notes
 
 
@@ -109,7 +109,11 @@ def unlisted_files_note(index: Mapping[str, str], names: Collection[str]) -> lis
     """A note counting the safetensors files in `names` that the checkpoint does not consist of."""
     used = set(index.values())
     extra = sorted(n for n in names if n.endswith(".safetensors") and n not in used)
-    return [f"ignored {len(extra)} safetensors files that do not belong to it: {', '.join(extra)}"] if extra else []
+    return (
+        [f"ignored {counted(len(extra), 'safetensors file')} outside the checkpoint: {', '.join(extra)}"]
+        if extra
+        else []
+    )
 
 
 def _stays_inside(file: str) -> bool:

@@ -229,6 +229,16 @@ def test_verify_truncated_file(tmp_path: Path, written: Path) -> None:
     failed(mgtp(tmp_path, "verify", str(written), code=3), "rank-0-of-2.safetensors", "the plan says")
 
 
+def test_verify_json_without_a_plan_is_a_document_too(tmp_path: Path, written: Path) -> None:
+    (written / "plan.json").unlink()
+    run = mgtp(tmp_path, "verify", str(written), "--json", code=3)
+    document = json.loads(run.out)
+    assert not document["ok"] and document["tp_size"] is None and document["bytes"] == 0
+    assert "rank files without plan.json" in document["faults"][0]["reason"]
+    (written / "plan.json").mkdir()
+    failed(mgtp(tmp_path, "verify", str(written), code=3), "plan.json: not a regular file")
+
+
 def test_moved_set_is_still_right(tmp_path: Path, model: Path, written: Path) -> None:
     shutil.copytree(written, tmp_path / "copy")
     mgtp(tmp_path, "verify", str(tmp_path / "copy"), "--against", str(model))

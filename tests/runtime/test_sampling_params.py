@@ -51,7 +51,7 @@ def test_options_out_of_range(option: str, value: Any, range_text: str) -> None:
         SamplingParams(**{option: value}).validate()
     assert caught.value.message.startswith(f"{option} is {value!r}, it must be ")
     assert range_text in caught.value.message
-    assert "default" in caught.value.hint
+    assert "leave it out for " in caught.value.hint
 
 
 @pytest.mark.parametrize(

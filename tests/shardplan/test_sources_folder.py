@@ -105,7 +105,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
-    assert "1 tensors are missing: model.layers.1.self_attn.k_proj.weight" in refusal(folder).message
+    assert "1 missing tensor: model.layers.1.self_attn.k_proj.weight" in refusal(folder).message
 
 
 def test_an_untied_head_that_is_absent_is_named(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_an_incomplete_repository_is_refused_before_weights_are_fetched(
     hub.add("org/name", model)
     for headers_only in (True, False):
         error = open_model("org/name", headers_only=headers_only)
-        assert "1 of the 3 files" in error["error"]
+        assert "missing 1 of 3 files" in error["error"]
         assert WEIGHTS[1] in error["error"]
         assert not [p for _, p, _ in hub.requests if p.startswith("/cdn/")]
 

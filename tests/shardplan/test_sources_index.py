@@ -36,7 +36,7 @@ def test_a_stale_copy_is_ignored_and_counted(parts: Path) -> None:
     write_json(parts / INDEX, index)
     source = open_source(str(parts))
     assert np.array_equal(whole(source, DOWN_0), good)
-    assert list(source.notes) == ["ignored 1 tensors stored again in a file other than the one the index names"]
+    assert list(source.notes) == ["ignored 1 tensor stored again in a file other than the one the index names"]
 
 
 def test_unlisted_files_and_tensors_are_ignored_with_one_note_each(parts: Path) -> None:
@@ -49,7 +49,7 @@ def test_unlisted_files_and_tensors_are_ignored_with_one_note_each(parts: Path) 
     assert source.tensors[DOWN_0].shape == (64, 128)
     assert list(source.notes) == [
         "ignored 2 tensors that the index does not name",
-        "ignored 2 safetensors files that do not belong to it: broken.safetensors, model.safetensors",
+        "ignored 2 safetensors files outside the checkpoint: broken.safetensors, model.safetensors",
     ]
     match(source)
 
@@ -58,7 +58,7 @@ def test_every_missing_file_is_listed(parts: Path) -> None:
     for i in (1, 3):
         (parts / f"model-0000{i}-of-00003.safetensors").unlink()
     error = refusal(parts)
-    assert "2 of the 3 files in model.safetensors.index.json are missing: model-00001" in error.message
+    assert "missing 2 of 3 files in model.safetensors.index.json: model-00001" in error.message
     assert "model-00003-of-00003.safetensors" in error.message
 
 
@@ -68,7 +68,7 @@ def test_every_tensor_that_its_file_lacks_is_listed(parts: Path) -> None:
     absent = ["model.layers.9.mlp.up_proj.weight", "model.layers.8.mlp.up_proj.weight"]
     write_json(parts / INDEX, {"weight_map": {**index["weight_map"], **dict.fromkeys(absent, file)}})
     message = refusal(parts).message
-    assert "2 tensors are not in the file that model.safetensors.index.json names" in message
+    assert "2 tensors not in the file that model.safetensors.index.json names" in message
     assert all(f"{name} ({file})" in message for name in absent)
 
 
@@ -140,7 +140,7 @@ def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     assert "merge" in error.hint
     folder = write_llama(tmp_path)
     assert list(open_source(str(folder)).notes) == [
-        "ignored 1 safetensors files that do not belong to it: adapter_model.safetensors",
+        "ignored 1 safetensors file outside the checkpoint: adapter_model.safetensors",
         "ignored adapter_config.json: the adapter beside the model is not applied",
     ]
 

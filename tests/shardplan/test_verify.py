@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -50,7 +51,30 @@ def test_file_cut_after_opening(tmp_path: Path) -> None:
     shard_set = shard(tmp_path / "out", llama_source())
     path = shard_set.rank_path(1)
     path.write_bytes(path.read_bytes()[:-10])
-    assert [(f.file, f.reason) for f in verify_set(shard_set)] == [(path.name, "the file ends before")]
+    size = shard_set.plan.ranks[1].bytes
+    reason = f"{size - 10} bytes, the plan says {size}"
+    assert [(f.file, f.reason) for f in verify_set(shard_set)] == [(path.name, reason)]
+
+
+def test_missing_short_and_swapped_files_are_all_named(tmp_path: Path) -> None:
+    """A file that is not the plan's is one fault; the others are hashed all the same."""
+    shard_set = shard(tmp_path / "out", llama_source(), 4)
+    paths = [shard_set.rank_path(r) for r in range(4)]
+    paths[0].unlink()
+    os.truncate(paths[1], 0)
+    paths[2].write_bytes(paths[3].read_bytes())
+    tensor = shard_set.plan.ranks[3].tensors[0]
+    changed = bytearray(paths[3].read_bytes())
+    changed[shard_set.plan.ranks[3].data_offset + tensor.offset] ^= 1
+    paths[3].write_bytes(changed)
+    faults = verify_set(ShardSet.open_plan(tmp_path / "out"))
+    assert [(f.file, f.tensor) for f in faults] == [*((p.name, "") for p in paths[:3]), (paths[3].name, tensor.name)]
+    assert [f.reason for f in faults] == [
+        "no such file",
+        f"0 bytes, the plan says {shard_set.plan.ranks[1].bytes}",
+        "is rank 3 of 4, not rank 2 of 4",
+        "does not have the plan's hash",
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float64"])

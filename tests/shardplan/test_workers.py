@@ -1,0 +1,78 @@
+"""A signal that arrives while threads are started is handled when they run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mgtp.shardplan.workers import WorkerPool, signals_held, start_threads
+
+
+class Stop(Exception):
+    """What the test's handler raises, as the command line's does."""
+
+
+@pytest.fixture(autouse=True)
+def raising_handler() -> Iterator[None]:
+    def handler(number: int, frame: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGTERM, handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+class SignalledThread(threading.Thread):
+    """Sends the process a signal in the middle of `start`."""
+
+    def start(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().start()
+
+
+def test_signal_waits_until_the_threads_run() -> None:
+    ran = threading.Event()
+    threads = [SignalledThread(target=ran.set), threading.Thread(target=ran.set)]
+    with pytest.raises(Stop):
+        start_threads(threads)
+    assert all(thread.ident is not None for thread in threads)
+    for thread in threads:
+        thread.join(10)
+    assert ran.is_set()
+
+
+def test_signal_in_a_block_comes_after_it_and_the_mask_is_as_before() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    reached: list[bool] = []
+
+    def block() -> None:
+        with signals_held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append(True)
+
+    with pytest.raises(Stop):
+        block()
+    assert reached
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_pool_drops_what_it_has_not_begun() -> None:
+    begun, gate = [], threading.Event()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        gate.wait(10)
+
+    def interrupted() -> None:
+        with WorkerPool(1) as pool:
+            last = [pool.submit(work, number) for number in range(50)][-1]
+            last.add_done_callback(lambda _: gate.set())  # which its being dropped is
+            raise Stop
+
+    with pytest.raises(Stop):
+        interrupted()
+    assert len(begun) < 50
