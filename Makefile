@@ -26,8 +26,9 @@ demo: $(STAMP) ## shard a small model for two processes, chat with it, look at w
 models: $(STAMP) ## fetch the small models that the tests use
 	@$(BIN)/python scripts/fetch_models.py --all "$(MGTP_MODELS)"
 
+# Each worker has a world of ranks of its own, so a large machine is not given more of them than pay.
 test: models ## run the test suite
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 soak: models ## run the long tests
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
