@@ -1,4 +1,4 @@
-"""The collectives of one mesh axis: all-reduce, all-gather and broadcast over the ranks of a group."""
+"""The collectives of one mesh axis: all-reduce, all-gather, broadcast and ring shift over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class Communicator(Protocol):
         """`source`'s tensor, in place."""
         ...
 
+    def shift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the rank before this one in the ring, whose shape is the same. Rank 0 comes after the last."""
+        ...
+
 
 class SingleRank:
     """The communicator of a group of one: nothing to exchange."""
@@ -48,6 +52,10 @@ class SingleRank:
         return tensor.unsqueeze(0)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def shift(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""
         return tensor
 
@@ -79,6 +87,17 @@ class GroupCommunicator:
         dist.broadcast(whole, group=self.group, group_src=source)
         return tensor if whole is tensor else tensor.copy_(whole)
 
+    def shift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the rank before this one in the ring."""
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        # At once, and in one call: one after the other, all ranks of a ring would wait for their peers.
+        sends = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=after)
+        receives = dist.P2POp(dist.irecv, received, group=self.group, group_peer=before)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+        return received
+
 
 class HostCommunicator(GroupCommunicator):
     """Collectives over gloo, through the host's memory when tensors are elsewhere: right for any placement.
@@ -103,3 +122,7 @@ class HostCommunicator(GroupCommunicator):
         """`source`'s tensor, in place."""
         staged = super().broadcast(tensor.cpu(), source)
         return tensor if staged is tensor else tensor.copy_(staged)
+
+    def shift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the rank before this one in the ring, on the tensor's device."""
+        return super().shift(tensor.cpu()).to(tensor.device)

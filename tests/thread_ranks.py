@@ -51,6 +51,10 @@ class ThreadCommunicator:
         """`source`'s tensor."""
         return self.all_gather(tensor)[source]
 
+    def shift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the rank before."""
+        return self.all_gather(tensor)[self.rank - 1]
+
 
 class ThreadRanks:
     """A checkpoint cut for `tp_size` ranks, in memory."""

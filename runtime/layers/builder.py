@@ -11,18 +11,19 @@ from ...shardplan.config import Attention as AttentionConfig
 from ...shardplan.config import ModelConfig
 from ...shardplan.partition import Axis
 from ..communicator import Communicator
-from ..weights import Weights
-from .activation import GatedActivation
-from .linear import (
+from ..parallel.linear import (
     ColumnParallelLinear,
     ParallelLMHead,
     ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from ..parallel.norm import SplitRMSNorm
+from ..weights import Weights
+from .activation import GatedActivation
 from .mlp import GatedMLP
 from .moe import Experts, MixtureOfExperts, Pick, Router
-from .norm import FullWidthNorm, RMSNorm
+from .norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class LayerBuilder:
     def column(self, *names: str) -> ColumnParallelLinear:
         """One matrix out of neighbouring projections, such as q, k and v."""
         weight = self.weights.take(*(f"{name}.weight" for name in names))
-        return ColumnParallelLinear(weight, self.weights.take_if_present(*(f"{name}.bias" for name in names)))
+        bias = self.weights.take_if_present(*(f"{name}.bias" for name in names))
+        return ColumnParallelLinear(weight, bias, self.communicator)
 
     def replicated(self, name: str) -> ReplicatedLinear:
         """A projection that every rank has whole."""
@@ -64,13 +66,13 @@ class LayerBuilder:
         weight = self.weights.take(f"{name}.weight")
         return RMSNorm(weight, self.model.norm_eps, one_plus=one_plus, cast_first=cast_first, power=power)
 
-    def full_width_norm(self, prefix: str, a: AttentionConfig) -> FullWidthNorm:
+    def full_width_norm(self, prefix: str, a: AttentionConfig) -> SplitRMSNorm:
         """The norm over all query heads, and over all key heads, of one layer: weights cut like the heads."""
         weights = self.weights.take(f"{prefix}q_norm.weight"), self.weights.take(f"{prefix}k_norm.weight")
-        sizes = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        widths = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         held = self.axes[a.kv_axis].ranges
         is_first_holder = held.index(held[self.communicator.rank]) == self.communicator.rank
-        return FullWidthNorm(weights, sizes, self.model.norm_eps, is_first_holder, self.communicator)
+        return SplitRMSNorm(weights, widths, self.model.norm_eps, self.communicator, counts=(True, is_first_holder))
 
     def mlp(self, prefix: str) -> GatedMLP:
         """gate, up and down under `prefix`; gate and up may be packed in the checkpoint."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..kernels import use_kernels
+from ..parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .activation import ACTIVATIONS
-from .linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GatedMLP:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..communicator import Communicator
 from ..kernels import use_kernels
 
 
@@ -52,32 +51,3 @@ class RMSNorm:
             return add_rms_norm(x, residual, self.weight, self.eps, **variant)
         total = x if residual is None else x + residual
         return self(total), total
-
-
-class FullWidthNorm:
-    """RMSNorm over all query heads of a token at once, and over all its key heads, though a rank holds only some.
-
-    The sums of squares, one number a token for queries and one for keys, are added up over ranks. `sizes` are the
-    widths of q and k over all ranks; `counts_keys` is false where a lower rank holds the same key heads.
-    """
-
-    def __init__(
-        self,
-        weights: tuple[torch.Tensor, torch.Tensor],
-        sizes: tuple[int, int],
-        eps: float,
-        counts_keys: bool,
-        communicator: Communicator,
-    ) -> None:
-        self.q_weight, self.k_weight = weights
-        self.sizes, self.eps, self.counts_keys, self.communicator = sizes, eps, counts_keys, communicator
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, q, D], k [T, kv, D] -> the same, normed"""
-        q_values, k_values = q.flatten(1).float(), k.flatten(1).float()
-        q_sum, k_sum = q_values.square().sum(-1), k_values.square().sum(-1)
-        sums = torch.stack([q_sum, k_sum if self.counts_keys else torch.zeros_like(k_sum)])
-        q_sum, k_sum = self.communicator.all_reduce(sums).unsqueeze(-1)
-        q_normed = q_values * torch.rsqrt(q_sum / self.sizes[0] + self.eps)
-        k_normed = k_values * torch.rsqrt(k_sum / self.sizes[1] + self.eps)
-        return (self.q_weight * q_normed).to(q.dtype).view_as(q), (self.k_weight * k_normed).to(k.dtype).view_as(k)

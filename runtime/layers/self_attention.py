@@ -9,9 +9,10 @@ import torch
 from ...shardplan.config import Attention as AttentionConfig
 from ..batch import ForwardBatch
 from ..paged import PagedBatch
+from ..parallel.norm import SplitRMSNorm
 from .attention import CachedAttention
 from .builder import LayerBuilder
-from .norm import FullWidthNorm, RMSNorm
+from .norm import RMSNorm
 from .rotary import rotate
 
 Heads = torch.Tensor
@@ -38,7 +39,7 @@ class SelfAttention:
         k_norm: RMSNorm | None = None,
         v_norm: RMSNorm | None = None,
         norm_after_rotation: bool = False,
-        full_norm: FullWidthNorm | None = None,
+        full_norm: SplitRMSNorm | None = None,
         gated: bool = False,
         sinks: torch.Tensor | None = None,
     ) -> None:
@@ -58,7 +59,8 @@ class SelfAttention:
         q, *kv = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(x).split(self.sizes, dim=-1))
         q, gate = (q[:, 0::2], q[:, 1::2]) if self.gated else (q, None)
         if self.full_norm is not None:
-            q, kv[0] = self.full_norm(q, kv[0])
+            q_normed, k_normed = self.full_norm(q.flatten(1), kv[0].flatten(1))
+            q, kv[0] = q_normed.view_as(q), k_normed.view_as(kv[0])
         q = self._placed(q, self.q_norm, batch)
         k, v = self._keys_and_values(kv, batch) if kv else (None, None)
         out = self.attend(q, k, v, batch)

@@ -14,10 +14,10 @@ import torch
 
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.layers.builder import LayerBuilder
-from mgtp.runtime.layers.linear import RowParallelLinear, VocabParallelEmbedding
 from mgtp.runtime.layers.self_attention import SelfAttention
 from mgtp.runtime.models import gemma4 as gemma4_forward
 from mgtp.runtime.models.decoder import SandwichLayer
+from mgtp.runtime.parallel.linear import RowParallelLinear, VocabParallelEmbedding
 from mgtp.shardplan.families import common, gemma4
 from mgtp.shardplan.partition import Cut, TensorSpec, rows
 from tests.reference import load_reference, max_difference, recipe_prompt, reference_logits

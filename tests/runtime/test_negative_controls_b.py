@@ -13,9 +13,9 @@ import mgtp.shardplan.families.qwen3_5 as qwen3_5
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.layers.builder import LayerBuilder
 from mgtp.runtime.layers.delta_net import GatedDeltaNet
-from mgtp.runtime.layers.linear import RowParallelLinear
 from mgtp.runtime.layers.moe import MixtureOfExperts, Router
-from mgtp.runtime.layers.norm import FullWidthNorm
+from mgtp.runtime.parallel.linear import RowParallelLinear
+from mgtp.runtime.parallel.norm import SplitRMSNorm
 from mgtp.runtime.state_cache import StateCache
 from mgtp.shardplan.partition import Cut, Segment, TensorSpec, rows, segmented
 from tests.reference import load_reference, max_difference, recipe_prompt, reference_logits
@@ -67,21 +67,20 @@ def gates_in_halves(patch: pytest.MonkeyPatch) -> None:
 def local_norm(patch: pytest.MonkeyPatch) -> None:
     original = LayerBuilder.full_width_norm
 
-    def wrong(build: LayerBuilder, prefix: str, a) -> FullWidthNorm:
+    def wrong(build: LayerBuilder, prefix: str, a) -> SplitRMSNorm:
         norm = original(build, prefix, a)
-        sizes = len(norm.q_weight), len(norm.k_weight)
-        return FullWidthNorm((norm.q_weight, norm.k_weight), sizes, norm.eps, True, SingleRank())
+        return SplitRMSNorm(norm.weights, [len(w) for w in norm.weights], norm.eps, SingleRank())
 
     patch.setattr(LayerBuilder, "full_width_norm", wrong)
 
 
 def copied_keys_counted_again(patch: pytest.MonkeyPatch) -> None:
-    original = FullWidthNorm.__init__
+    original = SplitRMSNorm.__init__
 
-    def wrong(norm, weights, sizes, eps, counts_keys, communicator) -> None:
-        original(norm, weights, sizes, eps, True, communicator)
+    def wrong(norm, *args, counts=None) -> None:
+        original(norm, *args)
 
-    patch.setattr(FullWidthNorm, "__init__", wrong)
+    patch.setattr(SplitRMSNorm, "__init__", wrong)
 
 
 def expert_bias_on_every_rank(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""Linear layers and embeddings whose weights are cut over the ranks (Megatron-LM, Shoeybi et al. 2019)."""
+"""Linear layers and embeddings whose weights are cut over the ranks (Megatron-LM, Shoeybi et al. 2019).
+
+Shapes: T tokens, H hidden, V vocabulary, L tokens whose logits are wanted.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from ...shardplan.sharing import Range
-from ..communicator import Communicator
+from ..communicator import Communicator, SingleRank
 from ..kernels import use_kernels
+from .collectives import copy_to_ranks, sum_over_ranks, tracks_gradients
+from .sequence import gather_parts
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b, [T, in] -> [T, out], by what is fastest where x is"""
-    if use_kernels(x):
+    if use_kernels(x) and not tracks_gradients(x, weight):
         from ..kernels.linear import linear
 
         return linear(x, weight, bias)
@@ -22,12 +27,14 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 class ColumnParallelLinear:
     """y = x W^T + b for this rank's rows of W [out, H]: every rank holds a different part of the output."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, communicator: Communicator | None = None
+    ) -> None:
+        self.weight, self.bias, self.communicator = weight, bias, communicator or SingleRank()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, out]"""
-        return product(x, self.weight, self.bias)
+        return product(copy_to_ranks(x, self.communicator), self.weight, self.bias)
 
 
 class ReplicatedLinear(ColumnParallelLinear):
@@ -47,7 +54,7 @@ class RowParallelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, H]"""
-        y = self.communicator.all_reduce(product(x, self.weight))
+        y = sum_over_ranks(product(x, self.weight), self.communicator)
         y = y if self.bias is None else y + self.bias
         return y if self.scale == 1.0 else y * self.scale
 
@@ -69,14 +76,13 @@ class VocabParallelEmbedding:
         start, stop = self.rows
         mine = (ids >= start) & (ids < stop)
         x = F.embedding(torch.where(mine, ids - start, 0), self.weight)
-        return self.communicator.all_reduce(x * mine.unsqueeze(-1))
+        return sum_over_ranks(x * mine.unsqueeze(-1), self.communicator)
 
 
 class ParallelLMHead:
-    """Logits from this rank's rows of the vocabulary, gathered over ranks.
+    """Logits from this rank's rows of the vocabulary, gathered over ranks, which may hold unequal numbers of rows.
 
-    Ranks may hold unequal numbers of rows: the shorter ones are padded with -inf, which never wins. Logits are divided
-    by `divisor`, then bounded by `softcap`.
+    Logits are divided by `divisor`, then bounded by `softcap`.
     """
 
     def __init__(
@@ -94,13 +100,8 @@ class ParallelLMHead:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[L, H] -> [L, V]"""
-        local = self._scaled(product(x, self.weight))
-        if self.communicator.size == 1:
-            return local
-        widest = max(self.sizes)
-        padded = F.pad(local, (0, widest - local.shape[-1]), value=float("-inf"))
-        parts = self.communicator.all_gather(padded)
-        return torch.cat([parts[r, :, :size] for r, size in enumerate(self.sizes)], dim=-1)
+        local = self._scaled(product(copy_to_ranks(x, self.communicator), self.weight))
+        return gather_parts(local, self.sizes, self.communicator, dim=-1)
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self.divisor != 1.0:
