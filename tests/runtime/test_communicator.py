@@ -29,7 +29,7 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def all_operations(communicator: Communicator) -> None:
-    """Checked on every rank: sums, gathered tensors and broadcasts of every dtype, shape and layout."""
+    """Checked on every rank: sums, gathered and shifted tensors and broadcasts of every dtype, shape and layout."""
     rank, size = communicator.rank, communicator.size
     for dtype in DTYPES:
         for shape in SHAPES:
@@ -38,6 +38,7 @@ def all_operations(communicator: Communicator) -> None:
             for x in layouts(parts[rank]):
                 gathered = communicator.all_gather(x)
                 assert torch.equal(gathered, torch.stack(parts)), (dtype, shape)
+                assert torch.equal(communicator.shift(x), parts[rank - 1]), (dtype, shape)
                 total = communicator.all_reduce(x)
                 assert total.dtype == dtype and total.shape == x.shape
                 check_sum(total, exact, parts)
@@ -67,7 +68,7 @@ def test_every_operation_against_a_float64_sum(world, size):
 def test_a_single_rank_exchanges_nothing():
     x = torch.randn(3)
     one = SingleRank()
-    assert one.all_reduce(x) is x and one.broadcast(x) is x and one.all_gather(x).shape == (1, 3)
+    assert one.all_reduce(x) is x and one.broadcast(x) is x and one.shift(x) is x and one.all_gather(x).shape == (1, 3)
 
 
 @pytest.mark.parametrize(
