@@ -47,8 +47,8 @@ class Globals:
     debug: bool = False
 
 
-class Terminated(Exception):
-    """SIGTERM or SIGHUP arrived."""
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP arrived. Like KeyboardInterrupt no Exception: logging, where it may strike, swallows those."""
 
 
 def _print_version(value: bool) -> None:

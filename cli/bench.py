@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .app import app
-from .launching import DeviceOption, DevicesOption, JsonOption, ShardSetArgument, TpSizeOption
+from .launching import (
+    BlockSizeOption,
+    DeviceOption,
+    DevicesOption,
+    EnforceEagerOption,
+    JsonOption,
+    KvCacheMemoryOption,
+    ShardSetArgument,
+    TpSizeOption,
+)
 from .options import positive
 
 if TYPE_CHECKING:
@@ -31,10 +40,12 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(callback=positive, help="Of each request, but for prefills.")] = 512,
     output_tokens: Annotated[int, typer.Option(callback=positive, help="Of each request, but for prefills.")] = 128,
     max_batch_tokens: Annotated[int, typer.Option(callback=positive, help="Tokens of one step at most.")] = 8192,
-    max_num_seqs: Annotated[int | None, typer.Option(callback=positive, help="Sequences at once at most.")] = None,
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="Launch kernels one by one instead of replaying CUDA graphs.")
-    ] = False,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(callback=positive, help="Sequences at once at most; default: the most that are asked.")
+    ] = None,
+    kv_cache_memory: KvCacheMemoryOption = None,
+    block_size: BlockSizeOption = None,
+    enforce_eager: EnforceEagerOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure decode steps, prefill and an offline run through the engine that serves, beside what the device allows.
@@ -42,9 +53,8 @@ def bench(
     JSON: device, tp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill, throughput.
     """
     from ..runtime.launch.bench import Bench, BenchOptions
-    from ..runtime.launch.start import LaunchOptions
     from .console import print_json
-    from .launching import open_set, parse_devices, running
+    from .launching import launch_options, open_set, running
 
     options = BenchOptions(_sizes(batches), _shapes(prefills), requests, prompt_tokens, output_tokens)
     if dummy_weights:
@@ -54,15 +64,17 @@ def bench(
     else:
         shard_set = open_set(directory, tp_size)
     longest = max([prompt_tokens + output_tokens, *(tokens + 1 for _, tokens in options.prefills)])
-    launch = LaunchOptions(
+    launch = launch_options(
+        ctx,
         device=device,
-        devices=parse_devices(devices),
+        devices=devices,
         max_model_len=min(longest, shard_set.model.max_position),
         max_num_seqs=max_num_seqs or max([requests, *options.batches, *(n for n, _ in options.prefills)]),
         max_batch_tokens=max_batch_tokens,
+        kv_cache_memory=kv_cache_memory,
+        block_size=block_size,
         enforce_eager=enforce_eager,
         dummy_weights=dummy_weights,
-        log_level=ctx.obj.log_level,
     )
     with running(shard_set, launch) as started:
         report = Bench(started, shard_set).run(options)

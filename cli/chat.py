@@ -12,6 +12,7 @@ import typer
 from ..shardplan.errors import MgtpError
 from .app import app
 from .launching import DeviceOption, DevicesOption, MaxModelLenOption, SharedDeviceOption, TpSizeOption
+from .sampling_options import SeedOption, TemperatureOption, TopPOption
 
 if TYPE_CHECKING:
     from ..runtime.chat_session import Conversation, LocalAnswers, RemoteAnswers
@@ -28,9 +29,9 @@ def chat(
     ] = "http://127.0.0.1:8000",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's, else 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers again.")] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="MGTP_API_KEY")] = None,
     tp_size: TpSizeOption = None,
     device: DeviceOption = "auto",

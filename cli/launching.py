@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,6 +43,18 @@ MaxModelLenOption = Annotated[
     int | None,
     typer.Option(callback=positive, help="Longest prompt and answer in tokens; default: the model's, or what fits."),
 ]
+MaxNumSeqsOption = Annotated[
+    int | None, typer.Option(callback=positive, help="Most sequences to run at once; default: 16, with --prompts 256.")
+]
+KvCacheMemoryOption = Annotated[
+    str | None, typer.Option(help="KV cache of every rank, such as 8GiB; default: most of what is free.")
+]
+BlockSizeOption = Annotated[
+    int | None, typer.Option(callback=positive, help="Tokens of a KV cache block, a power of two.")
+]
+EnforceEagerOption = Annotated[
+    bool, typer.Option("--enforce-eager", help="Launch kernels one by one instead of replaying CUDA graphs.")
+]
 VerifyOption = Annotated[
     bool, typer.Option("--verify-on-load", help="Hash all weights before anything is started, as mgtp verify does.")
 ]
@@ -58,6 +70,28 @@ def parse_devices(text: str | None) -> tuple[int, ...] | None:
         if not part.strip().isdecimal():
             raise UsageError(f"--devices {text!r}: {part!r} is not a device index", "give indices such as 0,2")
     return tuple(int(part) for part in parts)
+
+
+def launch_options(
+    ctx: typer.Context, *, devices: str | None, kv_cache_memory: str | None = None, **others: Any
+) -> LaunchOptions:
+    """The options of a run, as the command line spells them; what is None keeps its default."""
+    from ..runtime.launch.start import LaunchOptions
+
+    given = {"devices": parse_devices(devices), "kv_cache_bytes": _kv_cache_bytes(kv_cache_memory), **others}
+    return LaunchOptions(log_level=ctx.obj.log_level, **{k: v for k, v in given.items() if v is not None})
+
+
+def _kv_cache_bytes(text: str | None) -> int | None:
+    """The value of --kv-cache-memory in bytes."""
+    from ..shardplan.quantities import parse_sizes
+
+    if text is None:
+        return None
+    sizes = parse_sizes(text, "--kv-cache-memory")
+    if len(sizes) != 1:
+        raise UsageError(f"--kv-cache-memory {text!r} must be one size, the same for every rank", "such as 8GiB")
+    return sizes[0]
 
 
 def open_set(

@@ -1,4 +1,4 @@
-"""How far a long piece of work on files is: a bar on a terminal, a line now and then otherwise."""
+"""How far a long piece of work is: a bar on a terminal, a line now and then otherwise."""
 
 from __future__ import annotations
 
@@ -44,3 +44,34 @@ def _lines(what: str) -> Callable[[int, int], None]:
             log.info("%s: %s of %s, %s/s", what, human_bytes(done), human_bytes(total), rate)
 
     return show
+
+
+@contextmanager
+def requests_progress(total: int) -> Iterator[Callable[[int, int], None]]:
+    """A callback (requests done of `total`, tokens generated) that shows both, tokens per second and the time left."""
+    from .console import stderr_is_terminal
+
+    begin = time.monotonic()
+    if not stderr_is_terminal() or not log.isEnabledFor(logging.INFO):
+        last = begin
+
+        def show(done: int, tokens: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= LINE_SECONDS:
+                last = now
+                log.info("%d of %d requests, %.0f tokens/s", done, total, tokens / (now - begin))
+
+        yield show
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[rate]:.0f} tokens/s"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("requests", total=total, rate=0.0)
+
+        def update(done: int, tokens: int) -> None:
+            progress.update(task, completed=done, rate=tokens / max(time.monotonic() - begin, 1e-9))
+
+        yield update

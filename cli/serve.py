@@ -10,15 +10,21 @@ import typer
 from ..shardplan.errors import UsageError
 from .app import app
 from .launching import (
+    BlockSizeOption,
     DeviceOption,
     DevicesOption,
     DtypeOption,
+    EnforceEagerOption,
+    KvCacheMemoryOption,
     MaxModelLenOption,
+    MaxNumSeqsOption,
     RevisionOption,
     ShardSetArgument,
     SharedDeviceOption,
     TpSizeOption,
     VerifyOption,
+    launch_options,
+    open_set,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +54,6 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Ask for this key ('Authorization: Bearer KEY').", envvar="MGTP_API_KEY")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences to run at once.")] = 16,
     max_queue: Annotated[int, typer.Option(min=0, help="Most sequences to wait; more are refused (429).")] = 1024,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Longest time for a request, in seconds.")] = 600,
     drain_timeout: Annotated[
@@ -76,28 +81,33 @@ def serve(
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
     max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    kv_cache_memory: KvCacheMemoryOption = None,
+    block_size: BlockSizeOption = None,
+    enforce_eager: EnforceEagerOption = False,
 ) -> None:
     """Serve a shard set over HTTP, in OpenAI's form, one process per device.
 
     Paths: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready, /metrics. The port
     is bound before anything is loaded. SIGTERM lets running requests finish and exits with 0; a second one exits at once.
     """
-    from ..runtime.launch.start import LaunchOptions
-    from .launching import open_set, parse_devices
-
     if log_format not in LOG_FORMATS:
         raise UsageError(f"--log-format {log_format!r} is unknown", f"use {' or '.join(LOG_FORMATS)}")
     if api_key == "":
         raise UsageError("the API key is empty", "leave it out to serve without a key")
     limit = _max_restarts(restart, max_restarts)
-    launch = LaunchOptions(
+    launch = launch_options(
+        ctx,
         device=device,
-        devices=parse_devices(devices),
+        devices=devices,
         allow_shared_device=allow_shared_device,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        log_level=ctx.obj.log_level,
+        kv_cache_memory=kv_cache_memory,
+        block_size=block_size,
+        enforce_eager=enforce_eager,
     )
+    from ..runtime.launch.start import check_sizes
     from ..runtime.server.life import bind
     from ..runtime.server.options import ServerOptions
     from .console import set_up_logging
@@ -106,7 +116,7 @@ def serve(
         model_name=served_model_name
         or (os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory),
         api_key=api_key,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=launch.max_num_seqs,
         max_queue=max_queue,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
@@ -119,6 +129,7 @@ def serve(
     set_up_logging(ctx.obj.log_level, log_format)
     sock = bind(host, port)
     shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
+    check_sizes(shard_set, launch)
     _run(shard_set, launch, options, sock)
 
 

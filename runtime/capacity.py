@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..shardplan.config import ModelConfig
 from ..shardplan.errors import DeviceError
@@ -44,18 +44,21 @@ def plan_blocks(
     floor, full = _cost(one, size), _cost(wanted, size)
     states = states_bytes(model, axes, rank, demand.max_num_seqs, itemsize)
     if states > max(budget, 0):
+        sequences = max(0, budget) // state_bytes(model, axes, rank, itemsize) - 1
         raise DeviceError(
             f"rank {rank}: the recurrent states of {demand.max_num_seqs} sequences need {states} bytes, "
-            f"{max(budget, 0)} are left",
-            "use more ranks, or fewer sequences at once",
+            f"there are {max(budget, 0)}",
+            f"lower --max-num-seqs to {sequences}, or use more ranks" if sequences > 0 else "use more ranks",
+        )
+    if floor > budget - states:
+        longest = longest_context(model, axes, rank, demand, budget, itemsize)
+        fits = f"lower --max-model-len to {longest}" if longest else "lower --max-num-seqs or --block-size"
+        raise DeviceError(
+            f"rank {rank}: one sequence of {demand.max_model_len} tokens needs {floor} bytes of KV cache"
+            f"{f' beside {states} of recurrent states' if states else ''}, there are {max(budget, 0)}",
+            f"{fits}, give {floor + states} bytes or more with --kv-cache-memory, or use more ranks",
         )
     budget -= states
-    if floor > budget:
-        raise DeviceError(
-            f"rank {rank}: one sequence of {demand.max_model_len} tokens needs {floor} bytes of KV cache, "
-            f"{max(budget, 0)} are left",
-            "lower --max-model-len, use more ranks, or leave --max-model-len out to take what fits",
-        )
     if full <= budget:
         return wanted
     share = (budget - floor) / (full - floor)
@@ -66,8 +69,6 @@ def longest_context(
     model: ModelConfig, axes: Mapping[str, Axis], rank: int, demand: CacheDemand, budget: int, itemsize: int
 ) -> int:
     """The longest sequence, at most demand.max_model_len tokens, whose cache fits in `budget` bytes; 0 if none does."""
-    from dataclasses import replace
-
     budget -= states_bytes(model, axes, rank, demand.max_num_seqs, itemsize)
     groups = cache_groups(model)
     size = [block_bytes(model, axes, rank, g, demand.block_size, itemsize) for g in groups]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .cache_layout import DEFAULT_BLOCK_SIZE
+
 
 class RankOptions(msgspec.Struct, frozen=True):
     """Options of a run. `devices` are indices of visible GPUs, one a rank (empty on the CPU).
@@ -19,7 +21,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     allow_shared_device: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 16
-    block_size: int = 16
+    block_size: int = DEFAULT_BLOCK_SIZE
     max_batch_tokens: int = 2048
     kv_cache_bytes: int | None = None
     start_timeout: float = 600.0

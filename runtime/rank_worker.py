@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..shardplan.errors import DeviceError
 from ..shardplan.shard_set import ShardSet
 from . import memory, mesh
 from .blocks import SCRATCH_BLOCK, BlockPool
@@ -120,7 +121,7 @@ class RankWorker:
         """Size the KV cache to the rank with the least room, and make it."""
         options, model, axes = self.options, self.shard_set.model, self.plan.shared_axes()
         itemsize = self.runner.dtype.itemsize
-        budget = options.kv_cache_bytes if options.kv_cache_bytes is not None else self.cache_budget()
+        budget = self.cache_budget()
         wanted = options.max_model_len or model.max_position
         demand = CacheDemand(options.max_num_seqs, wanted, options.max_batch_tokens, options.block_size)
         if options.max_model_len is None:
@@ -133,12 +134,18 @@ class RankWorker:
         self.runner.allocate(self.num_blocks, options.block_size, options.max_num_seqs, wanted)
 
     def cache_budget(self) -> int:
-        """Bytes that this rank's KV cache may take by default."""
-        free = memory.take_snapshot(self.place.device).free
-        if self.place.device.type == "cpu":
-            return int(free * CPU_MEMORY_FRACTION) // self.options.tp_size
-        sharers = self.options.devices.count(self.options.devices[self.rank])
-        return int(free * CUDA_MEMORY_FRACTION) // sharers
+        """Bytes that this rank's KV cache may take: as asked for, else a part of what is free."""
+        free, on_cpu = memory.take_snapshot(self.place.device).free, self.place.device.type == "cpu"
+        sharers = self.options.tp_size if on_cpu else self.options.devices.count(self.options.devices[self.rank])
+        asked = self.options.kv_cache_bytes
+        if asked is None:
+            return int(free * (CPU_MEMORY_FRACTION if on_cpu else CUDA_MEMORY_FRACTION)) // sharers
+        if asked > free // sharers:
+            raise DeviceError(
+                f"--kv-cache-memory asks for {asked} bytes, {free // sharers} are free",
+                f"ask for less, or leave it out; {sharers} rank(s) share this memory",
+            )
+        return asked
 
     def least(self, value: int) -> int:
         """The smallest `value` of all ranks."""

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cli", "runtime", "shardplan")
 MAY_IMPORT = {"cli": {"runtime", "shardplan"}, "runtime": {"shardplan"}, "shardplan": set()}
-NO_TORCH = ("cli", "shardplan", "runtime/launch", "runtime/server", "runtime/text")
+NO_TORCH = ("cli", "shardplan", "runtime/launch", "runtime/offline", "runtime/server", "runtime/text")
 
 
 def product_files(folder: str, pattern: str = "*.py") -> list[Path]:

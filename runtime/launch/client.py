@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...shardplan.errors import MgtpError, UsageError
 from ..messages import Abort, Request, RequestFailed, TokenLogprobs, Tokens
@@ -99,6 +100,19 @@ def generate(
     if stream is not None:
         yield stream.finish()
         result.text = stream.text
+
+
+def token_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[int, TokenLogprobs]]) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities as `mgtp generate` writes them: token_id, token, logprob, top."""
+    return [
+        {
+            "token_id": token_id,
+            "token": tokenizer.token_name(token_id) if tokenizer.has_text else None,
+            "logprob": entry.chosen,
+            "top": [{"token_id": i, "logprob": p} for i, p in zip(entry.top_ids, entry.top, strict=True)],
+        }
+        for token_id, entry in tokens
+    ]
 
 
 def _ends_text(token_id: int, finish_reason: str | None, request: Request) -> bool:

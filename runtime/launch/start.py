@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...shardplan.errors import RankError
+from ...shardplan.dtypes import itemsize
+from ...shardplan.errors import RankError, UsageError
 from ...shardplan.shard_set import ShardSet
+from ..cache_layout import DEFAULT_BLOCK_SIZE
+from ..capacity import CacheDemand, plan_blocks
 from ..messages import RankMessage, Ready, Stage
 from ..options import RankOptions
 from . import group as group_module
@@ -16,6 +19,8 @@ from .devices import describe, place_ranks
 from .group import RankGroup
 
 log = logging.getLogger("mgtp.launch")
+
+BLOCK_SIZES = tuple(1 << n for n in range(9))
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class LaunchOptions:
     allow_shared_device: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 16
+    block_size: int = DEFAULT_BLOCK_SIZE
     max_batch_tokens: int = 2048
     enforce_eager: bool = False
     dummy_weights: bool = False
@@ -64,6 +70,7 @@ def start_ranks(
 
 def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
     """Start a process for every rank, on the device it is given; raises UsageError or DeviceError before that."""
+    check_sizes(shard_set, options)
     tp_size = shard_set.plan.tp_size
     devices = None if options.devices is None else list(options.devices)
     placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device)
@@ -76,6 +83,7 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
         allow_shared_device=options.allow_shared_device,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
         max_batch_tokens=options.max_batch_tokens,
         enforce_eager=options.enforce_eager,
         dummy_weights=options.dummy_weights,
@@ -84,6 +92,31 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
         log_level=options.log_level,
     )
     return RankGroup(rank_options, group_module.RANK_MODULE)
+
+
+def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
+    """Raise UsageError or DeviceError for a context or a cache that cannot be, saying what could."""
+    model, plan, length = shard_set.model, shard_set.plan, options.max_model_len
+    if length is not None and length > model.max_position:
+        raise UsageError(
+            f"--max-model-len {length} is longer than the model's own {model.max_position} tokens",
+            f"use --max-model-len {model.max_position} or less, or leave it out",
+        )
+    if options.block_size not in BLOCK_SIZES:
+        raise UsageError(
+            f"--block-size {options.block_size} must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}",
+            f"leave it out for {DEFAULT_BLOCK_SIZE}",
+        )
+    if options.kv_cache_bytes is None:
+        return
+    demand = CacheDemand(
+        options.max_num_seqs,
+        length or min(options.block_size, model.max_position),
+        options.max_batch_tokens,
+        options.block_size,
+    )
+    for rank in range(plan.tp_size):
+        plan_blocks(model, plan.shared_axes(), rank, demand, options.kv_cache_bytes, itemsize(plan.dtype))
 
 
 class StartUp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -86,12 +87,17 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     """Fields of the wrong type or unknown name: the first of them, by name."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["loc"] == ("body",) and not request.headers.get("content-type", "").startswith("application/json"):
+        return ApiError(400, "the body must be JSON: send 'Content-Type: application/json'").response()
+    return invalid(first).response()
+
+
+def invalid(first: Mapping[str, Any]) -> ApiError:
+    """What pydantic says of the first field that is wrong, as an error that names it."""
     where = [part for part in first["loc"] if part != "body" and not _is_branch(part)]
     name = ".".join(str(part) for part in where)[:100] or None
-    if not where and not request.headers.get("content-type", "").startswith("application/json"):
-        return ApiError(400, "the body must be JSON: send 'Content-Type: application/json'").response()
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON").response()
+        return ApiError(400, "the body is not valid JSON")
     if first["type"] == "extra_forbidden":
         message = f"unknown parameter {name!r}"
     elif first["type"] == "missing":
@@ -99,7 +105,7 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     else:
         text = str(first["msg"])[:200]
         message = f"{name}: {text[0].lower()}{text[1:]}" if name else f"the body: {text}"
-    return ApiError(400, message, param=name).response()
+    return ApiError(400, message, param=name)
 
 
 def _is_branch(part: Any) -> bool:
