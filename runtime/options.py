@@ -8,16 +8,18 @@ from .cache_layout import DEFAULT_BLOCK_SIZE
 
 
 class RankOptions(msgspec.Struct, frozen=True):
-    """Options of a run. `devices` are indices of visible GPUs, one a rank (empty on the CPU).
+    """Options of a run on tp_size * cp_size ranks, tp varying fastest.
 
-    `enforce_eager` launches every kernel of a step by itself instead of replaying a graph. With `dummy_weights`,
-    `shard_set` is a config.json or its folder, and the weights are random.
+    `devices` are indices of visible GPUs, one a rank (empty on the CPU). `enforce_eager` launches every kernel of a step by
+    itself instead of replaying a graph. With `dummy_weights`, `shard_set` is a config.json or its folder, and the
+    weights are random.
     """
 
     shard_set: str
     tp_size: int
     device: str
     devices: list[int]
+    cp_size: int = 1
     allow_shared_device: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -29,3 +31,8 @@ class RankOptions(msgspec.Struct, frozen=True):
     log_level: str = "info"
     enforce_eager: bool = False
     dummy_weights: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return self.tp_size * self.cp_size

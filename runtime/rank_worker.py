@@ -90,7 +90,7 @@ class RankWorker:
         )
         self.link.current_stage = "running"
         self.lead() if self.rank == 0 else self.follow()
-        mesh.leave()
+        self.mesh.close()
 
     def load(self) -> None:
         """Map the rank's file (CPU) or copy it to the device as one block, and build the model on it."""
