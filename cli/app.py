@@ -34,6 +34,7 @@ COMMANDS = ("plan", "shard", "verify", "generate", "serve", "chat", "probe_memor
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Typer's own copy of click is private; its base classes are reached through the public BadParameter.
 _USAGE_ERROR, _CLICK_ERROR = typer.BadParameter.__mro__[1:3]
@@ -83,8 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     debug = "--debug" in arguments
     _load_commands()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _raise_terminated)
+    _handle_signals()
     try:
         return app(args=arguments, standalone_mode=False) or 0
     except MgtpError as error:
@@ -97,12 +97,13 @@ def main(argv: list[str] | None = None) -> int:
         path = error.ctx.command_path if usage else "mgtp"  # type: ignore[attr-defined]
         return _fail(_usage_message(error, arguments), f"see {path} --help", 2, debug)
     except (KeyboardInterrupt, typer.Abort):
+        _abandon_stdout()
         return _fail("interrupted", "", EXIT_INTERRUPTED, debug)
     except Terminated:
+        _abandon_stdout()
         return _fail("terminated", "", EXIT_TERMINATED, debug)
     except BrokenPipeError:
-        # The reader of stdout has gone: nothing is left to say. Keep the interpreter from flushing into the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()  # the reader of stdout has gone: nothing is left to say
         return 1
     except Exception as error:  # a fault of ours: still one line
         return _fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
@@ -113,6 +114,15 @@ _NOT_A_NUMBER = {
     "Input should be a valid number, unable to parse string as a number": "not a number",
 }
 """What the library says of a value -> what we say."""
+
+
+def _abandon_stdout() -> None:
+    """Drop what stdout has not taken: the interpreter would wait for a reader that has stopped, or write to one that
+    has gone."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):
+        pass  # stdout is closed, or no file
 
 
 def _usage_message(error: Any, arguments: list[str]) -> str:
@@ -126,8 +136,18 @@ def _usage_message(error: Any, arguments: list[str]) -> str:
     return error.format_message().rstrip(".")
 
 
-def _raise_terminated(number: int, frame: object) -> None:
-    raise Terminated
+def _handle_signals() -> None:
+    """Let the first signal end the program in order; what is ignored, as under nohup, stays so."""
+    for number in _ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    """Begin the end; it takes seconds at most, and further signals would only keep it from cleaning up."""
+    for each in _ENDING_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _fail(message: str, hint: str, code: int, debug: bool) -> int:

@@ -16,6 +16,7 @@ from .launching import (
     JsonOption,
     KvCacheMemoryOption,
     ShardSetArgument,
+    StepTimeoutOption,
     TpSizeOption,
 )
 from .options import positive
@@ -46,6 +47,7 @@ def bench(
     kv_cache_memory: KvCacheMemoryOption = None,
     block_size: BlockSizeOption = None,
     enforce_eager: EnforceEagerOption = False,
+    step_timeout: StepTimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure decode steps, prefill and an offline run through the engine that serves, beside what the device allows.
@@ -75,6 +77,7 @@ def bench(
         block_size=block_size,
         enforce_eager=enforce_eager,
         dummy_weights=dummy_weights,
+        step_timeout=step_timeout,
     )
     with running(shard_set, launch) as started:
         report = Bench(started, shard_set).run(options)

@@ -24,6 +24,7 @@ from .launching import (
     RevisionOption,
     ShardSetArgument,
     SharedDeviceOption,
+    StepTimeoutOption,
     TpSizeOption,
     VerifyOption,
     launch_options,
@@ -88,6 +89,7 @@ def generate(
     kv_cache_memory: KvCacheMemoryOption = None,
     block_size: BlockSizeOption = None,
     enforce_eager: EnforceEagerOption = False,
+    step_timeout: StepTimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Generate text from a prompt, one process per device. Text goes to stdout as it comes.
@@ -116,6 +118,7 @@ def generate(
         kv_cache_memory=kv_cache_memory,
         block_size=block_size,
         enforce_eager=enforce_eager,
+        step_timeout=step_timeout,
     )
     if prompts is None:
         _refuse_for_one(output, unordered, max_num_seqs, logprobs if not as_json else None)

@@ -39,6 +39,10 @@ DevicesOption = Annotated[str | None, typer.Option(help="Indices of the GPUs to 
 SharedDeviceOption = Annotated[
     bool, typer.Option("--allow-shared-device", help="Let several ranks use one GPU (slow; to try out a tp size).")
 ]
+StepTimeoutOption = Annotated[
+    float | None,
+    typer.Option(min=0.1, help="Longest time for a step, in seconds; default: 60 on GPUs, 600 on the CPU."),
+]
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(callback=positive, help="Longest prompt and answer in tokens; default: the model's, or what fits."),
@@ -183,15 +187,23 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
 
 @contextmanager
 def show_stages(tp_size: int):
-    """A callback for stages: a live line on a terminal, nothing otherwise (a line per rank and stage says too much)."""
+    """A callback for stages: a live line on a terminal; otherwise a log line when the last rank has come to a stage."""
+    from ..runtime.stages import SPAWN, position
     from .console import stderr_is_terminal
 
+    stages = dict.fromkeys(range(tp_size), SPAWN)
     if not stderr_is_terminal():
-        yield None
+
+        def log_stage(rank: int, stage: str) -> None:
+            before = min(stages.values(), key=position)
+            stages[rank] = stage
+            if (now := min(stages.values(), key=position)) != before:
+                log.info("starting: %s", now)
+
+        yield log_stage
         return
     from rich.console import Console
 
-    stages = dict.fromkeys(range(tp_size), "spawn")
     console = Console(stderr=True)
     with console.status("starting") as status:
 

@@ -21,6 +21,7 @@ from .launching import (
     RevisionOption,
     ShardSetArgument,
     SharedDeviceOption,
+    StepTimeoutOption,
     TpSizeOption,
     VerifyOption,
     launch_options,
@@ -85,6 +86,7 @@ def serve(
     kv_cache_memory: KvCacheMemoryOption = None,
     block_size: BlockSizeOption = None,
     enforce_eager: EnforceEagerOption = False,
+    step_timeout: StepTimeoutOption = None,
 ) -> None:
     """Serve a shard set over HTTP, in OpenAI's form, one process per device.
 
@@ -106,6 +108,7 @@ def serve(
         kv_cache_memory=kv_cache_memory,
         block_size=block_size,
         enforce_eager=enforce_eager,
+        step_timeout=step_timeout,
     )
     from ..runtime.launch.start import check_sizes
     from ..runtime.server.life import bind

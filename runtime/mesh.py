@@ -76,7 +76,7 @@ class Mesh:
 def join(options: RankOptions, rank: int, device: torch.device, folder: Path) -> Mesh:
     """Meet the other ranks of a run through a file in its folder."""
     sizes = {"tp": options.tp_size, "cp": options.cp_size}
-    timeout = options.start_timeout
+    timeout = options.collective_timeout
     return create_mesh(sizes, device, init_method=f"file://{folder}/rendezvous", rank=rank, timeout=timeout)
 
 

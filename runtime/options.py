@@ -13,6 +13,9 @@ class RankOptions(msgspec.Struct, frozen=True):
     `devices` are indices of visible GPUs, one a rank (empty on the CPU). `enforce_eager` launches every kernel of a step by
     itself instead of replaying a graph. With `dummy_weights`, `shard_set` is a config.json or its folder, and the
     weights are random.
+
+    Seconds: `step_timeout` is how long a step may take; `collective_timeout`, how long a rank waits in a collective
+    when nobody ends it, is longer than any stage.
     """
 
     shard_set: str
@@ -26,8 +29,8 @@ class RankOptions(msgspec.Struct, frozen=True):
     block_size: int = DEFAULT_BLOCK_SIZE
     max_batch_tokens: int = 2048
     kv_cache_bytes: int | None = None
-    start_timeout: float = 600.0
-    collective_timeout: float = 60.0
+    step_timeout: float = 600.0
+    collective_timeout: float = 1200.0
     log_level: str = "info"
     enforce_eager: bool = False
     dummy_weights: bool = False

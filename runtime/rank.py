@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -28,13 +29,15 @@ def die_with_parent() -> None:
 
 def main() -> None:
     """Run this rank until the front says stop. A failure is reported to the front before the process ends."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     die_with_parent()
+    # Says where this rank is when the front asks, also from within a collective: no interpreter lock is needed.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    from . import stages
     from .rank_link import RankLink
 
     link = RankLink.from_environment()
     try:
-        link.stage("import")
+        link.stage(stages.IMPORT)
         from .rank_worker import RankWorker
 
         RankWorker(link).run()

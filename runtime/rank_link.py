@@ -13,6 +13,9 @@ import zmq
 from ..shardplan.errors import MgtpError
 from .messages import Failed, FrontMessage, RankMessage, Stage, StepMessage
 from .options import RankOptions
+from .stages import SPAWN, stage_file
+
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -22,7 +25,7 @@ class RankLink:
     rank: int
     options: RankOptions
     folder: Path
-    current_stage: str = "spawn"
+    current_stage: str = SPAWN
 
     def __post_init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -51,8 +54,13 @@ class RankLink:
 
     def stage(self, name: str) -> None:
         """Tell the front which stage of start-up begins."""
-        self.current_stage = name
+        self.enter(name)
         self.send(Stage(self.rank, name))
+
+    def enter(self, name: str) -> None:
+        """Leave word of the stage for the front to find, should this rank end all of a sudden."""
+        self.current_stage = name
+        stage_file(self.folder, self.rank).write_text(name)
 
     def send_step(self, message: StepMessage) -> None:
         """Leader: tell every follower."""
@@ -69,9 +77,10 @@ class RankLink:
 
     def report(self, error: BaseException) -> None:
         """Tell the front why this rank ends."""
-        traceback.print_exception(error)
+        if self.options.log_level == "debug":
+            traceback.print_exception(error)
         ours = isinstance(error, MgtpError)
-        message = error.message if ours else f"{type(error).__name__}: {error}".strip()
+        message = error.message if ours else f"{type(error).__name__}: {error}".strip() + _place(error)
         self.send(
             Failed(
                 rank=self.rank,
@@ -91,7 +100,13 @@ class RankLink:
 
 def is_collective(error: BaseException) -> bool:
     """Whether an error comes out of a collective, so that another rank may be its cause."""
-    text = f"{type(error).__name__} {error}".lower()
-    return any(
-        word in text for word in ("gloo", "nccl", "connection closed by peer", "distbackenderror", "distnetwork")
-    )
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error).lower()
+    return "DistError" in kinds or any(word in text for word in ("gloo", "nccl", "connection closed by peer"))
+
+
+def _place(error: BaseException) -> str:
+    """' (FILE:LINE)' of the innermost frame of ours that an unexpected error went through."""
+    frames = [(Path(f.filename).resolve(), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    ours = [(path.relative_to(_PACKAGE), line) for path, line in frames if path.is_relative_to(_PACKAGE)]
+    return f" ({ours[-1][0]}:{ours[-1][1]})" if ours else ""

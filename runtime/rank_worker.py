@@ -10,7 +10,7 @@ import torch
 
 from ..shardplan.errors import DeviceError
 from ..shardplan.shard_set import ShardSet
-from . import memory, mesh
+from . import memory, mesh, stages
 from .blocks import SCRATCH_BLOCK, BlockPool
 from .cache_layout import cache_groups
 from .capacity import CacheDemand, longest_context, plan_blocks
@@ -36,6 +36,7 @@ from .messages import (
 from .rank_link import RankLink
 from .runner import Place, Runner
 from .scheduler import Scheduler
+from .self_test import check_collectives
 from .weights import Weights, map_file, read_to_device
 
 CUDA_MEMORY_FRACTION = 0.92
@@ -61,16 +62,19 @@ class RankWorker:
 
     def run(self) -> None:
         """Start up, then serve until told to stop."""
-        self.link.stage("device")
+        self.link.stage(stages.DEVICE)
         device = mesh.bind_device(self.options, int(os.environ.get("LOCAL_RANK", self.rank)))
-        self.link.stage("rendezvous")
+        self.link.stage(stages.RENDEZVOUS)
         self.mesh = mesh.join(self.options, self.rank, device, self.link.folder)
         self.place = Place(device, self.mesh.tp)
-        self.link.stage("load")
+        self.link.stage(stages.SELF_TEST)
+        for communicator in dict.fromkeys(self.mesh.axes.values()):
+            check_collectives(communicator, device)
+        self.link.stage(stages.LOAD)
         begin = time.monotonic()
         self.load()
         seconds = time.monotonic() - begin
-        self.link.stage("warm-up")
+        self.link.stage(stages.WARM_UP)
         self.allocate()
         self.warm_up()
         now = memory.take_snapshot(device)
@@ -88,7 +92,7 @@ class RankWorker:
                 backend=self.mesh.tp.backend,
             )
         )
-        self.link.current_stage = "running"
+        self.link.enter(stages.RUNNING)
         self.lead() if self.rank == 0 else self.follow()
         self.mesh.close()
 

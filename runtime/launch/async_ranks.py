@@ -10,8 +10,10 @@ import zmq.asyncio
 from ...shardplan.errors import RankError
 from ...shardplan.shard_set import ShardSet
 from ..messages import Failed, FrontMessage, RankMessage
-from .group import FIRST_CAUSE_SECONDS, POLL_MS, RankGroup
-from .start import LaunchOptions, StartedGroup, StartUp, spawn_ranks
+from .first_cause import Inquest
+from .group import POLL_MS, RankGroup
+from .patience import Patience
+from .start import LaunchOptions, StartedGroup, StartUp, spawn_ranks, start_limits
 
 
 class AsyncRanks:
@@ -27,19 +29,16 @@ class AsyncRanks:
         """Send a message to the leader."""
         self.group.send(message)
 
-    async def receive(self, timeout: float | None = None) -> RankMessage | None:
+    async def receive(self, timeout: float | Patience | None = None) -> RankMessage | None:
         """The next message from any rank, or None after `timeout` seconds. Raises RankError when a rank has failed."""
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
+        patience = timeout if isinstance(timeout, Patience) else Patience(timeout)
         while True:
             message = await self._poll()
-            if isinstance(message, Failed):
-                raise await self._error([message])
+            if isinstance(message, Failed) or (message is None and self._has_exited()):
+                raise await self._first_cause(message)
             if message is not None:
                 return message
-            if self._has_exited():
-                raise await self._error([])
-            if deadline is not None and loop.time() >= deadline:
+            if patience.is_over:
                 return None
 
     async def _poll(self) -> RankMessage | None:
@@ -59,16 +58,18 @@ class AsyncRanks:
             self.failing = True
             raise
 
-    async def _error(self, failures: list[Failed]) -> RankError:
+    async def _first_cause(self, message: Failed | None) -> RankError:
         """The first cause, once every rank has had the time to say its own."""
         self.failing = True
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + FIRST_CAUSE_SECONDS
-        while loop.time() < deadline:
-            message = await self._poll()
-            if isinstance(message, Failed):
-                failures.append(message)
-        return self.group.blame(failures)
+        inquest = Inquest(self.group.ranks, [message] if message is not None else [])
+        while not inquest.is_closed:
+            inquest.add(await self._poll())
+        return inquest.verdict()
+
+    async def stalled_step(self) -> RankError:
+        """The error for a step that does not end."""
+        self.failing = True
+        return await asyncio.to_thread(self.group.stalled_step)
 
     def close(self) -> None:
         """Stop receiving, and leave the event loop; the group can then be stopped in another thread."""
@@ -84,10 +85,10 @@ async def start_ranks(
     """`start.start_ranks` on an event loop. It runs in the main thread, with which the ranks end."""
     group = spawn_ranks(shard_set, options)
     ranks = AsyncRanks(group)
-    start = StartUp(group, options.start_timeout, on_stage)
+    start = StartUp(group, start_limits(shard_set), on_stage)
     try:
         while not start.done:
-            start.note(await ranks.receive(start.seconds_left))
+            start.note(await ranks.receive(start.patience))
     except BaseException:
         ranks.close()
         await asyncio.to_thread(group.stop)

@@ -193,9 +193,9 @@ class Bench:
         for request in requests:
             self.started.group.send(request)
         while open_requests:
-            message = self.started.group.receive(TIMEOUT_SECONDS)
-            if message is None or isinstance(message, RequestFailed):
-                raise MgtpError(message.message if message else "no token came", "run again with --debug")
+            message = self.started.group.receive_step()
+            if isinstance(message, RequestFailed):
+                raise MgtpError(message.message, "run again with --debug")
             if isinstance(message, Tokens):
                 now = time.perf_counter() - begin
                 arrivals.steps.append((now, len(message.outputs)))

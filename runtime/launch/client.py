@@ -78,7 +78,7 @@ def generate(
     request = Request("0", prompt_ids, sampling.with_seed(), sorted(tokenizer.eos_ids))
     started.group.send(request)
     while result.finish_reason is None:
-        message = started.group.receive()
+        message = started.group.receive_step()
         if isinstance(message, RequestFailed):
             raise MgtpError(message.message, "check the set with mgtp verify, or shard with another --dtype")
         if not isinstance(message, Tokens):

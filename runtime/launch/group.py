@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO
 
 import msgspec
 import zmq
 
 from ...shardplan.errors import RankError
-from ..messages import Failed, FrontMessage, RankMessage
+from ..messages import Failed, FrontMessage, RankMessage, Stop
 from ..options import RankOptions
+from ..stages import RUNNING
+from .first_cause import Inquest, stalled_error
+from .patience import Patience
+from .rank_process import RankProcess
 from .run_folder import create_run_folder, remove_run_folder
 
 log = logging.getLogger("mgtp.launch")
 
 RANK_MODULE = "mgtp.runtime.rank"
 POLL_MS = 50
-FIRST_CAUSE_SECONDS = 0.5
-"""How long to wait for other ranks' words once one has failed: the cause may be elsewhere."""
+ORDERLY_SECONDS = 3.0
+"""How long ranks may take to leave their process group together."""
 
-STDERR_LINES = 20
-
-
-@dataclass
-class RankProcess:
-    """One rank's process, with the end of what it wrote to stderr."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    stage: str = "spawn"
-    tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=STDERR_LINES))
-
-    def collect(self, stream: IO[bytes]) -> None:
-        """Keep the last lines of stderr; runs in a thread until the rank closes it."""
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            self.tail.append(line)
-            log.debug("rank %d: %s", self.rank, line)
+END_SECONDS = 5.0
+"""How long a killed process may take to end: one that hangs in the kernel does not."""
 
 
 class RankGroup:
@@ -54,10 +37,11 @@ class RankGroup:
 
     def __init__(self, options: RankOptions, rank_module: str = RANK_MODULE) -> None:
         self.options = options
-        self.folder = create_run_folder()
         self.ranks: list[RankProcess] = []
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RankMessage)
+        self._alive = self._lifeline = -1
         self._context = zmq.Context()
+        self.folder = create_run_folder()
         try:
             self.events = self._context.socket(zmq.PULL)
             self.events.bind(f"ipc://{self.folder}/front")
@@ -74,8 +58,8 @@ class RankGroup:
     def __enter__(self) -> RankGroup:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.stop(orderly=kind is None)
 
     def _spawn(self, rank_module: str) -> None:
         """Start every rank with torchrun's environment. Runs in the calling thread, which must live on: the ranks'
@@ -89,12 +73,9 @@ class RankGroup:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=[self._alive],
-                start_new_session=True,  # Ctrl-C reaches the front alone, which then stops the ranks
+                start_new_session=True,  # Ctrl-C and Ctrl-Z reach the front alone
             )
-            entry = RankProcess(rank, process)
-            self.ranks.append(entry)
-            assert process.stderr is not None
-            threading.Thread(target=entry.collect, args=[process.stderr], daemon=True).start()
+            self.ranks.append(RankProcess(rank, process, self.folder))
 
     def _environment(self, rank: int) -> dict[str, str]:
         threads = max(1, _num_cores() // self.options.tp_size)
@@ -111,19 +92,37 @@ class RankGroup:
         """Send a message to the leader."""
         self._requests.send(self._encoder.encode(message))
 
-    def receive(self, timeout: float | None = None) -> RankMessage | None:
+    def receive(self, timeout: float | Patience | None = None) -> RankMessage | None:
         """The next message from any rank, or None after `timeout` seconds. Raises RankError when a rank has failed."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        patience = timeout if isinstance(timeout, Patience) else Patience(timeout)
         while True:
-            if self.events.poll(POLL_MS):
-                message = self.decode(self.events.recv())
-                if isinstance(message, Failed):
-                    raise self.blame([message, *self._further_failures()])
+            message = self._poll()
+            if isinstance(message, Failed) or (message is None and self.has_exited()):
+                raise self._first_cause(message)
+            if message is not None:
                 return message
-            if self.has_exited():
-                raise self.blame(self._further_failures())
-            if deadline is not None and time.monotonic() >= deadline:
+            if patience.is_over:
                 return None
+
+    def receive_step(self) -> RankMessage:
+        """The next message while there is work; raises RankError also when none comes within the time of a step."""
+        message = self.receive(self.options.step_timeout)
+        if message is None:
+            raise self.stalled_step()
+        return message
+
+    def stalled_step(self) -> RankError:
+        """The error for a step that does not end."""
+        return stalled_error(self.ranks, f"has not finished a step within {self.options.step_timeout:g} s")
+
+    def _poll(self) -> RankMessage | None:
+        return self.decode(self.events.recv()) if self.events.poll(POLL_MS) else None
+
+    def _first_cause(self, message: Failed | None) -> RankError:
+        inquest = Inquest(self.ranks, [message] if message is not None else [])
+        while not inquest.is_closed:
+            inquest.add(self._poll())
+        return inquest.verdict()
 
     def decode(self, content: bytes) -> RankMessage:
         """A message as it came from the socket `events`."""
@@ -131,104 +130,51 @@ class RankGroup:
 
     def has_exited(self) -> bool:
         """Whether a rank has ended; raises RankError for one that stands still."""
-        if any(entry.process.poll() is not None for entry in self.ranks):
+        if any(entry.has_exited for entry in self.ranks):
             return True
         for entry in self.ranks:
-            if _is_stopped(entry.process.pid):
+            if entry.is_stopped():
                 raise RankError(
-                    f"rank {entry.rank} is stopped (SIGSTOP) in stage {entry.stage!r}", "do not suspend ranks"
+                    f"rank {entry.rank} is stopped (SIGSTOP) in stage {entry.last_stage!r}", "do not suspend ranks"
                 )
         return False
 
-    def _further_failures(self) -> list[Failed]:
-        """What ranks say while the cause of a failure is still open."""
-        failures, deadline = [], time.monotonic() + FIRST_CAUSE_SECONDS
-        while time.monotonic() < deadline:
-            if self.events.poll(POLL_MS):
-                message = self.decode(self.events.recv())
-                if isinstance(message, Failed):
-                    failures.append(message)
-        return failures
+    def stop(self, *, orderly: bool = False) -> None:
+        """End every rank and remove the folder. `orderly`: after success they first leave their process group together.
 
-    def blame(self, failures: list[Failed]) -> RankError:
-        """The error of the rank that failed first: its own words, or the end of its stderr. Others only follow it."""
-        exited = [e for e in self.ranks if e.process.poll() is not None]
-        spoke = {f.rank for f in failures}
-        silent = [e for e in exited if e.rank not in spoke]
-        own = [f for f in failures if not f.collective]
-        if own:
-            return _own_error(own[0])
-        if silent:
-            return self._silent_error(silent[0])
-        return _own_error(failures[0])
+        Nothing is left also when this is interrupted.
+        """
+        try:
+            if orderly and all(e.stage == RUNNING and not e.has_exited for e in self.ranks):
+                self.send(Stop())
+                self._wait(ORDERLY_SECONDS)
+        finally:
+            self._kill()
+            for fd in (self._alive, self._lifeline):
+                if fd >= 0:
+                    os.close(fd)
+            self._alive = self._lifeline = -1
+            self._context.destroy(linger=0)
+            remove_run_folder(self.folder)
 
-    def _silent_error(self, entry: RankProcess) -> RankError:
-        code = entry.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        last = f": {entry.tail[-1]}" if entry.tail else ""
-        for line in entry.tail:
-            log.info("rank %d: %s", entry.rank, line)
-        hint = (
-            "the kernel may have run out of memory: see dmesg"
-            if code == -signal.SIGKILL
-            else "its last lines are above"
-        )
-        return RankError(f"rank {entry.rank} {how} in stage {entry.stage!r}{last}", hint)
+    def _kill(self) -> None:
+        for entry in self.ranks:
+            if not entry.has_exited:
+                entry.process.send_signal(signal.SIGKILL)
+        for entry in self._wait(END_SECONDS):
+            log.error("rank %d (process %d) does not end: it hangs in the kernel", entry.rank, entry.process.pid)
 
-    def stop(self, grace: float = 5.0) -> None:
-        """End every rank (SIGTERM, then SIGKILL after `grace` seconds if they linger) and remove the folder."""
-        self._signal_all(signal.SIGKILL if self._failed() else signal.SIGTERM)
-        deadline = time.monotonic() + grace
+    def _wait(self, seconds: float) -> list[RankProcess]:
+        """Wait until every rank has ended; those that have not."""
+        deadline = time.monotonic() + seconds
         for entry in self.ranks:
             try:
                 entry.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._signal_all(signal.SIGKILL)
-                entry.process.wait()
-        for fd in (getattr(self, "_alive", -1), getattr(self, "_lifeline", -1)):
-            if fd >= 0:
-                os.close(fd)
-        self._alive = self._lifeline = -1
-        self._context.destroy(linger=0)
-        remove_run_folder(self.folder)
-
-    def wait(self, timeout: float) -> None:
-        """Wait for every rank to end by itself, as after Stop; raises RankError when one ends badly or not at all."""
-        deadline = time.monotonic() + timeout
-        for entry in self.ranks:
-            try:
-                code = entry.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise RankError(
-                    f"rank {entry.rank} did not end within {timeout:g} s", "run again with --debug"
-                ) from None
-            if code:
-                raise self._silent_error(entry)
-
-    def _failed(self) -> bool:
-        return any(e.process.poll() not in (None, 0) for e in self.ranks)
-
-    def _signal_all(self, number: int) -> None:
-        for entry in self.ranks:
-            if entry.process.poll() is None:
-                entry.process.send_signal(number)
-                entry.process.send_signal(signal.SIGCONT)
+                pass
+        return [e for e in self.ranks if not e.has_exited]
 
 
 def _num_cores() -> int:
     """Cores that this process may use; macOS has no affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _own_error(failure: Failed) -> RankError:
-    error = RankError(f"rank {failure.rank} failed in stage {failure.stage!r}: {failure.message}", failure.hint)
-    error.exit_code = failure.exit_code
-    return error
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is suspended (state T in /proc)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-    except (OSError, IndexError):
-        return False

@@ -8,24 +8,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...shardplan.dtypes import itemsize
-from ...shardplan.errors import RankError, UsageError
+from ...shardplan.errors import UsageError
 from ...shardplan.shard_set import ShardSet
 from ..cache_layout import DEFAULT_BLOCK_SIZE
 from ..capacity import CacheDemand, plan_blocks
 from ..messages import RankMessage, Ready, Stage
 from ..options import RankOptions
+from ..stages import RUNNING, SPAWN, STEP_SECONDS, position, stage_limits
 from . import group as group_module
 from .devices import describe, place_ranks
+from .first_cause import stalled_error
 from .group import RankGroup
+from .patience import Patience
 
 log = logging.getLogger("mgtp.launch")
 
 BLOCK_SIZES = tuple(1 << n for n in range(9))
 
+COLLECTIVE_MARGIN = 60.0
+"""Seconds by which ranks wait longer in a collective than the front does for them: the front names the late one."""
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the user says about where and how large to run."""
+    """What the user says about where and how large to run. `step_timeout` None: what suits the device."""
 
     device: str = "auto"
     devices: tuple[int, ...] | None = None
@@ -37,7 +43,7 @@ class LaunchOptions:
     enforce_eager: bool = False
     dummy_weights: bool = False
     kv_cache_bytes: int | None = None
-    start_timeout: float = 600.0
+    step_timeout: float | None = None
     log_level: str = "info"
 
 
@@ -58,14 +64,19 @@ def start_ranks(
     Everything that can be refused is refused before a process is started. Raises UsageError, DeviceError or RankError.
     """
     group = spawn_ranks(shard_set, options)
-    start = StartUp(group, options.start_timeout, on_stage)
+    start = StartUp(group, start_limits(shard_set), on_stage)
     try:
         while not start.done:
-            start.note(group.receive(start.seconds_left))
+            start.note(group.receive(start.patience))
     except BaseException:
         group.stop()
         raise
     return start.result()
+
+
+def start_limits(shard_set: ShardSet) -> dict[str, float]:
+    """How long each stage may take for the ranks of `shard_set`, in seconds."""
+    return stage_limits(max(rank.bytes for rank in shard_set.plan.ranks))
 
 
 def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
@@ -75,6 +86,7 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
     devices = None if options.devices is None else list(options.devices)
     placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device)
     log.info(describe(placement, options.device))
+    step_timeout = options.step_timeout or STEP_SECONDS[placement.device]
     rank_options = RankOptions(
         shard_set=str(shard_set.path.resolve()),
         tp_size=tp_size,
@@ -88,7 +100,8 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
         enforce_eager=options.enforce_eager,
         dummy_weights=options.dummy_weights,
         kv_cache_bytes=options.kv_cache_bytes,
-        start_timeout=options.start_timeout,
+        step_timeout=step_timeout,
+        collective_timeout=max(step_timeout, *start_limits(shard_set).values()) + COLLECTIVE_MARGIN,
         log_level=options.log_level,
     )
     return RankGroup(rank_options, group_module.RANK_MODULE)
@@ -120,38 +133,46 @@ def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
 
 
 class StartUp:
-    """How far the ranks of a group are on their way to being ready."""
+    """How far the ranks of a group are on their way to being ready.
 
-    def __init__(self, group: RankGroup, timeout: float, on_stage: Callable[[int, str], None] | None = None) -> None:
-        self.group, self.timeout, self.on_stage = group, timeout, on_stage
+    The group is in the stage of the rank that is furthest behind, on which the others wait, and it is that rank whose
+    time runs: `limits` are seconds by stage.
+    """
+
+    def __init__(
+        self, group: RankGroup, limits: dict[str, float], on_stage: Callable[[int, str], None] | None = None
+    ) -> None:
+        self.group, self.limits, self.on_stage = group, limits, on_stage
         self._begin = time.monotonic()
         self._ready: dict[int, Ready] = {}
+        self.stage = SPAWN
+        self.patience = Patience(limits[SPAWN])
 
     @property
     def done(self) -> bool:
         """Whether every rank is ready."""
         return len(self._ready) == len(self.group.ranks)
 
-    @property
-    def seconds_left(self) -> float:
-        """Of the time that all ranks together may take."""
-        return max(0.0, self._begin + self.timeout - time.monotonic())
-
     def note(self, message: RankMessage | None) -> None:
         """Take a message into account; None says that time ran out, which raises RankError."""
         if message is None:
-            late = next(e for e in self.group.ranks if e.rank not in self._ready)
-            raise RankError(
-                f"rank {late.rank} is not ready after {self.timeout:g} s, stage {late.stage!r}",
-                "see --debug for what it prints",
-            )
+            late = [e for e in self.group.ranks if e.stage == self.stage]
+            raise stalled_error(late, f"is not ready after {self.limits[self.stage]:g} s")
         if isinstance(message, Ready):
             self._ready[message.rank] = message
-            self.group.ranks[message.rank].stage = "running"
+            self._enter(message.rank, RUNNING)
         elif isinstance(message, Stage):
-            self.group.ranks[message.rank].stage = message.name
+            self._enter(message.rank, message.name)
             if self.on_stage is not None:
                 self.on_stage(message.rank, message.name)
+
+    def _enter(self, rank: int, stage: str) -> None:
+        """A rank has come to a stage; when that takes the whole group on, time begins anew."""
+        self.group.ranks[rank].stage = stage
+        slowest = min((e.stage for e in self.group.ranks), key=position)
+        if slowest != self.stage:
+            self.stage = slowest
+            self.patience = Patience(self.limits.get(slowest))
 
     def result(self) -> StartedGroup:
         """The group with what its ranks said, in rank order."""

@@ -85,7 +85,7 @@ class OfflineRun:
                 yield self._submit(line)
             if not self._jobs:
                 return
-            message = self._group.receive()
+            message = self._group.receive_step()
             if isinstance(message, Tokens):
                 yield sum(self._take(output) for output in message.outputs)
             elif isinstance(message, RequestFailed) and message.id in self._jobs:

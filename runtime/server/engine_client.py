@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ...shardplan.errors import RankError
 from ..launch.async_ranks import AsyncRanks
+from ..launch.patience import Patience
 from ..messages import Abort, Request, RequestFailed, Stats, TokenOutput, Tokens
 from .errors import ApiError, unavailable
 from .metrics import Metrics
@@ -91,6 +92,7 @@ class EngineClient:
         self.error: RankError | None = None
         self._tickets: dict[str, Ticket] = {}
         self._heard = time.monotonic()
+        self._patience = Patience(ranks.group.options.step_timeout)
 
     @property
     def num_unfinished(self) -> int:
@@ -122,6 +124,7 @@ class EngineClient:
             )
         if not self._tickets:
             self._heard = time.monotonic()
+            self._patience.restart()
         ticket = Ticket(self, requests)
         for request in requests:
             self._tickets[request.id] = ticket
@@ -146,7 +149,10 @@ class EngineClient:
         """Hand out what ranks say, until one fails: raises RankError after every ticket has been told."""
         try:
             while True:
-                message = await self.ranks.receive()
+                message = await self.ranks.receive(self._patience)
+                self._patience.restart()
+                if message is None and self._tickets:
+                    raise await self.ranks.stalled_step()
                 self._heard = time.monotonic()
                 if isinstance(message, Tokens):
                     self.num_generated += len(message.outputs)

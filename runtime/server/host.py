@@ -120,7 +120,7 @@ class ModelHost:
             self._failure = error
         finally:
             ranks.close()
-            await asyncio.to_thread(started.group.stop)
+            await asyncio.to_thread(started.group.stop, orderly=self._failure is None)
             self._generated_before, self._client = self.num_generated, None
 
     async def _pause(self) -> None:
