@@ -131,10 +131,11 @@ def _start(case: Case, folder: Path, shard_set: str) -> subprocess.Popen[str]:
 
 
 def _ask(process: subprocess.Popen[str]) -> str:
-    """Send a server a request as soon as it takes any; the error that a client gets. /health must say it, too."""
+    """Send a server a request as soon as it takes any; the error that a client gets."""
     assert process.stderr is not None
-    line = next(line for line in process.stderr if "serving " in line)
-    with httpx.Client(base_url=line.split()[-1], timeout=60, trust_env=False) as client:
+    url = next(line.split()[-1] for line in process.stderr if "listening on " in line)
+    assert any("rank(s) ready" in line for line in process.stderr)
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         body = {"prompt": "x", "max_tokens": 50, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
