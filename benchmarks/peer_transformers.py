@@ -31,7 +31,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
-        worker, model = load_ours(arguments.gguf, Path(folder)), load_theirs(arguments.gguf)
+        worker, model = load_ours(arguments.gguf, Path(folder)), load_theirs(Path(folder) / "set")
         results = [compare(worker, model, batch, arguments) for batch in arguments.batches]
     print(json.dumps({"cores": torch.get_num_threads(), "machine": platform.processor(), "results": results}))
 
@@ -84,12 +84,18 @@ def load_ours(gguf: Path, folder: Path) -> Any:
     return worker
 
 
-def load_theirs(gguf: Path) -> Any:
-    """transformers with its defaults (sdpa), in float32."""
+def load_theirs(folder: Path) -> Any:
+    """transformers with its defaults (sdpa), in float32, on the tensors of the same shard set of one rank."""
     import transformers
+    from safetensors.torch import load_file
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    return model.eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, (config.architectures or [""])[0])
+    model = cls._from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    tensors = load_file(folder / "rank-0-of-1.safetensors")
+    model.load_state_dict({n: t for n, t in tensors.items() if not n.startswith("_pad.")}, strict=False)
+    model.tie_weights()
+    return model
 
 
 def run_ours(worker: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
