@@ -17,6 +17,7 @@ from .grammar import Grammars
 from .landing import Landing
 from .messages import Request, RequestFailed, Step, TokenLogprobs, TokenOutput
 from .penalties import TokenHistory, record
+from .prompt_scores import PromptScores
 from .runner import Runner
 from .sampling import Sampled, Sampler, top_logprobs
 from .scheduler import Scheduled, Scheduler
@@ -55,6 +56,7 @@ class Engine:
         self.send_step = send_step
         self.sampler = Sampler()
         self.histories: dict[str, TokenHistory] = {}
+        self.scores = PromptScores()
         self.grammars = Grammars(tokenizer_json, runner.config.vocab_size)
         self._refused: list[RequestFailed] = []
         self.overlap = overlap
@@ -80,8 +82,12 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drop a request."""
         self.scheduler.abort(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
         self.histories.pop(request_id, None)
         self.grammars.drop(request_id)
+        self.scores.pop(request_id)
 
     def step(self) -> tuple[list[TokenOutput], list[RequestFailed]]:
         """Launch the next step, if there is one: the tokens that have come, and the requests that cannot go on.
@@ -109,7 +115,7 @@ class Engine:
         due = [s for s in scheduled if s.step.sample]
         step = Step([s.step for s in scheduled], greedy=not self.grammars.any and all(map(_is_greedy, due)))
         self.send_step(step)
-        logits = self.runner.forward(step)
+        logits = self.scores.take(self.runner.forward(step), scheduled)
         if not due:
             return None
         sampled = self.runner.likeliest if step.greedy else None
@@ -151,10 +157,11 @@ class Engine:
     def _deliver(self, sequence: RunningSequence, place: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         """Hand out the token at `place`, and end the sequence when it is the last."""
         token_id = sequence.output_ids[place]
+        prompt = self.scores.pop(sequence.request.id)
         reason = self._finish_reason(sequence, place)
         if reason is not None:
             self._end(sequence)
-        return TokenOutput(sequence.request.id, token_id, reason, logprobs)
+        return TokenOutput(sequence.request.id, token_id, reason, logprobs, prompt)
 
     def _fail(self, sequence: RunningSequence) -> RequestFailed:
         self._end(sequence)
@@ -165,8 +172,7 @@ class Engine:
 
     def _end(self, sequence: RunningSequence) -> None:
         self.scheduler.finish(sequence)
-        self.histories.pop(sequence.request.id, None)
-        self.grammars.drop(sequence.request.id)
+        self._forget(sequence.request.id)
 
     def _fills(self, sequence: RunningSequence, place: int) -> bool:
         """Whether the token at `place` is the last that there is room for."""

@@ -43,7 +43,7 @@ class SequenceStep(msgspec.Struct, array_like=True):
 
     `slot` is its row in the per-sequence device state. Tokens [start, start + n) are computed: `token_ids`, or the one
     token that was sampled last when that is empty. `sample` says whether the last of them is sampled from. `tables`
-    are its blocks, a list per cache group.
+    are its blocks, a list per cache group. `score`: the logits of all its tokens are wanted.
     """
 
     slot: int
@@ -52,6 +52,12 @@ class SequenceStep(msgspec.Struct, array_like=True):
     prompt_len: int
     sample: bool
     tables: list[list[int]]
+    score: bool = False
+
+    @property
+    def logit_tokens(self) -> range:
+        """Which of its new tokens' logits are wanted."""
+        return range(0 if self.score else self.num_tokens - self.sample, self.num_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -75,12 +81,16 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, array_like=True):
-    """One new token of a request. `finish_reason` is 'stop' or 'length' with its last token; a stop token is included."""
+    """One new token of a request. `finish_reason` is 'stop' or 'length' with its last token; a stop token is included.
+
+    `prompt`: with the first token, what was asked to be known of the prompt's tokens from the second on.
+    """
 
     id: str
     token_id: int
     finish_reason: str | None = None
     logprobs: TokenLogprobs | None = None
+    prompt: list[TokenLogprobs] | None = None
 
 
 class Tokens(msgspec.Struct, tag=True):

@@ -49,7 +49,7 @@ class PagedSteps:
                 log.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
-        """The logits [L, V] of the sequences that sample, or of every token. Valid until the next step."""
+        """The logits [L, V] of the tokens where they are wanted, or of every token. Valid until the next step."""
         self.tables.update(step.sequences)
         if self.graphs is not None and not all_logits and all(s.sample and not s.token_ids for s in step.sequences):
             logits, self.likeliest = self.graphs.replay(step)
@@ -77,7 +77,7 @@ class PagedSteps:
         single = [s for s in ordered if s.num_tokens == 1]
         fields = _Fields(ordered)
         ends = dict(zip((s.slot for s in ordered), fields.ends, strict=True))
-        wanted = [ends[s.slot] - 1 for s in step.sequences if s.sample]
+        wanted = [ends[s.slot] - s.num_tokens + i for s in step.sequences for i in s.logit_tokens]
         if all_logits:
             wanted = [i for s in step.sequences for i in range(ends[s.slot] - s.num_tokens, ends[s.slot])]
         many = ordered[len(single) :]

@@ -68,7 +68,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
-        """Run a step: the logits [L, V] of the sequences that sample, or of every token."""
+        """Run a step: the logits [L, V] of the tokens where they are wanted, or of every token."""
         self.states.clear([s.slot for s in step.sequences if s.start == 0])
         if self.paged_steps is not None:
             return self.paged_steps.forward(step, all_logits)
@@ -101,7 +101,9 @@ class Runner:
             ends.append(len(positions) - 1)
             for g, table in enumerate(s.tables):
                 slots[g] += [table[p // size] * size + p % size for p in span]
-        rows = range(len(positions)) if all_logits else [e for e, s in zip(ends, sequences, strict=True) if s.sample]
+        firsts = [end + 1 - s.num_tokens for end, s in zip(ends, sequences, strict=True)]
+        wanted = [first + i for first, s in zip(firsts, sequences, strict=True) for i in s.logit_tokens]
+        rows = list(range(len(positions))) if all_logits else wanted
         return ForwardBatch(
             token_ids=self._token_ids(step, ends),
             positions=self._tensor(positions),
@@ -111,7 +113,7 @@ class Runner:
             slots=[self._tensor(group) for group in slots],
             tables=[self._tables([s.tables[g] for s in sequences]) for g in range(len(self.cache.groups))],
             state_slots=self._tensor([s.slot for s in sequences]),
-            logit_rows=self._tensor(list(rows)),
+            logit_rows=self._tensor(rows),
             cache=self.cache,
             states=self.states,
             rotary=self.rotary,

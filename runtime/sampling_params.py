@@ -44,6 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Go on after the model's end-of-text ids."""
     logprobs: int | None = None
     """Report the chosen token's log-probability and those of this many likeliest tokens; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
 
     @property
     def greedy(self) -> bool:
@@ -105,8 +107,9 @@ _INT_RANGES = {
     "seed": (-(1 << 63), (1 << 64) - 1, "a whole number of at most 64 bits"),
     "max_tokens": (1, (1 << 31) - 1, "a whole number from 1 to 2147483647"),
     "logprobs": (0, 20, "a whole number from 0 to 20"),
+    "prompt_logprobs": (0, 20, "a whole number from 0 to 20"),
 }
-_OPTIONAL = ("seed", "logprobs")
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

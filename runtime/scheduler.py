@@ -13,6 +13,10 @@ TOKEN_TO_COME = -1
 """Stands in a sequence's output for a token that the device has sampled, or will, and nobody has read."""
 
 
+SCORED_TOKENS = 256
+"""Most tokens of a step whose logits are all wanted: those of a whole prompt would take gigabytes."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request on its way. Tokens [0, num_computed) are in the cache."""
@@ -41,6 +45,11 @@ class Sequence:
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of its prompt's tokens are wanted, and not there yet."""
+        return self.request.sampling.prompt_logprobs is not None and not self.output_ids
+
+    @property
     def awaits_token(self) -> bool:
         """Whether its last token is yet to be read."""
         return bool(self.output_ids) and self.output_ids[-1] == TOKEN_TO_COME
@@ -64,6 +73,24 @@ class Scheduled:
 
     sequence: Sequence
     step: SequenceStep
+
+
+@dataclass
+class _Budget:
+    """Tokens that a step may still compute, and of how many of them all logits may be wanted."""
+
+    tokens: int
+    scored: int = SCORED_TOKENS
+
+    def allows(self, sequence: Sequence) -> int:
+        """How many of a sequence's due tokens fit."""
+        limit = min(self.tokens, self.scored) if sequence.scores_prompt else self.tokens
+        return min(sequence.num_tokens - sequence.num_computed, limit)
+
+    def spend(self, sequence: Sequence, count: int) -> None:
+        """Take `count` tokens of a sequence."""
+        self.tokens -= count
+        self.scored -= count if sequence.scores_prompt else 0
 
 
 class Scheduler:
@@ -114,21 +141,21 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """The next step's work. Empty only when there is none."""
         self._publish()
-        budget, scheduled = self.max_batch_tokens, []
+        budget, scheduled = _Budget(self.max_batch_tokens), []
         for sequence in list(self.running):
             if sequence.slot < 0 or sequence.is_full:
                 continue  # preempted by an older one in this very loop, or about to end
-            count = min(sequence.num_tokens - sequence.num_computed, budget)
+            count = budget.allows(sequence)
             if count > 0 and self._make_room(sequence, sequence.num_computed + count):
                 scheduled.append(self._take(sequence, count))
-                budget -= count
-        while self.waiting and self._free_slots and budget > 0:
+                budget.spend(sequence, count)
+        while self.waiting and self._free_slots and budget.tokens > 0:
             sequence = self.waiting[0]
             if sequence.awaits_token:
                 break  # preempted: all of its tokens are needed to compute it again
             self._find_prefix(sequence)
-            count = min(sequence.num_tokens - sequence.num_computed, budget)
-            if not self._fits(sequence, sequence.num_computed + count):
+            count = budget.allows(sequence)
+            if count == 0 or not self._fits(sequence, sequence.num_computed + count):
                 self._let_go(sequence)
                 break
             self.waiting.popleft()
@@ -140,12 +167,12 @@ class Scheduler:
             self.num_prompt_tokens += sequence.num_tokens
             self.num_cached_tokens += sequence.num_computed
             scheduled.append(self._take(sequence, count))
-            budget -= count
+            budget.spend(sequence, count)
         return scheduled
 
     def _find_prefix(self, sequence: Sequence) -> None:
         """Give `sequence` the longest beginning that is in the cache; its last token is always computed."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or sequence.scores_prompt:
             return
         size = self.pools[0].block_size
         self._name_blocks(sequence, sequence.num_tokens)
@@ -186,7 +213,9 @@ class Scheduler:
         ids = [] if sequence.is_sampled else sequence.token_ids(start, stop)
         sequence.is_sampled = is_last
         tables = [list(table) for table in sequence.tables]
-        step = SequenceStep(sequence.slot, start, ids, len(sequence.request.prompt_ids), is_last, tables)
+        prompt_len = len(sequence.request.prompt_ids)
+        score = sequence.scores_prompt and start < prompt_len - 1
+        step = SequenceStep(sequence.slot, start, ids, prompt_len, is_last, tables, score)
         return Scheduled(sequence, step)
 
     def _fits(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -48,7 +48,11 @@ class _Job:
     task: Task
     unfinished: set[str]
     pieces: list[Piece] = field(default_factory=list)
-    num_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(answer.num_tokens for answer in self.task.asked.answers)
 
 
 class OfflineRun:
@@ -111,7 +115,6 @@ class OfflineRun:
         job, index = self._jobs[output.id]
         piece = job.task.asked.answers[index].take(output)
         job.pieces.append(piece)
-        job.num_tokens += 1
         self.summary.completion_tokens += 1
         if piece.finish_reason is None:
             return 0
@@ -166,6 +169,6 @@ def _result(job: _Job, error: str | None) -> dict[str, Any]:
         "usage": form.usage(job.num_tokens),
     }
     if form.with_logprobs:
-        pairs = [(entry.token_id, entry.logprobs) for entry in answer.entries]
+        pairs = [(entry.token_id, entry.logprobs) for entry in answer.entries if entry.logprobs is not None]
         fields["logprobs"] = token_logprobs(form.model.tokenizer, pairs)
     return plain_result(task.id, digest, fields)

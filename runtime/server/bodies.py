@@ -41,15 +41,16 @@ async def read_completion(
     options = prompts.read_options(body, model, limits, body.logprobs)
     n, stop = prompts.read_n(body.n, limits), prompts.read_stop(body.stop, model, limits)
     max_tokens = prompts.read_max_tokens(body.max_tokens, "max_tokens", 0, default_tokens)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo together with logprobs is not supported", param="echo")
+    scores = bool(body.echo) and body.logprobs is not None
+    if scores:
+        options = msgspec.structs.replace(options, prompt_logprobs=body.logprobs)
     ids = await prompts.read_prompts(model, body.prompt)
     for prompt in ids:
         # Without a value, the answer is as long as there is room for.
-        prompts.check_prompt(prompt, max(1, max_tokens) if body.max_tokens is not None else 1, model)
+        prompts.check_prompt(prompt, max_tokens if body.max_tokens is not None else 1, model)
     echoes = [model.tokenizer.decode(prompt) for prompt in ids] if body.echo and model.tokenizer.has_text else None
-    form = CompletionForm(model, ids, n, body.logprobs is not None, bool(body.return_token_ids), echoes)
-    if max_tokens == 0:
+    form = CompletionForm(model, ids, n, body.logprobs is not None, bool(body.return_token_ids), echoes, scores)
+    if max_tokens == 0 and not scores:
         return Asked(form, [])
     room = [min(max_tokens, model.max_model_len - len(prompt)) for prompt in ids]
     grammar = await read_format(model, body.response_format)
@@ -89,13 +90,16 @@ def _answers(
     *,
     continues: bool,
 ) -> list[Answer]:
-    """The sequences of a request: n answers to every prompt, of at most `room` tokens."""
+    """The sequences of a request: n answers to every prompt, of at most `room` tokens.
+
+    A prompt that is only scored has one as well, since that is what makes the ranks compute it, and is not shown.
+    """
     answers = []
     for ids, tokens in zip(form.prompts, room, strict=True):
-        sampling = msgspec.structs.replace(options, max_tokens=tokens).with_seed()
+        sampling = msgspec.structs.replace(options, max_tokens=max(1, tokens)).with_seed()
         for choice in range(form.n):
             index = len(answers)
             request = Request(f"{form.id}-{index}", ids, sampling, form.model.eos_ids, grammar)
             request = prompts.with_choice_seed(request, choice)
-            answers.append(Answer(index, request, form.model, stop, continues))
+            answers.append(Answer(index, request, form.model, stop, continues, is_empty=tokens == 0))
     return answers

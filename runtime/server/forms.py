@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .generation import Piece
-from .logprobs import chat_logprobs, completion_logprobs
+from .logprobs import chat_logprobs, completion_logprobs, prompt_entries
 from .model import ServedModel
 from .tools import ToolCall, ToolUse
 
@@ -81,9 +81,13 @@ class Form:
 
 @dataclass
 class CompletionForm(Form):
-    """/v1/completions. `echoes` are the prompts' texts where they are part of the answer."""
+    """/v1/completions. `echoes` are the prompts' texts where they are part of the answer.
+
+    With `with_scores` a stream's answers begin with the prompt's log-probabilities, before which nothing can be said.
+    """
 
     echoes: list[str] | None = None
+    with_scores: bool = False
 
     def __post_init__(self) -> None:
         self.prefix, self.whole_object, self.chunk_object = "cmpl-", "text_completion", "text_completion"
@@ -94,19 +98,25 @@ class CompletionForm(Form):
         return self._choice(answer, echo + answer.text, len(echo))
 
     def opening(self) -> list[dict[str, Any]]:
-        if self.echoes is None:
+        if self.echoes is None or self.with_scores:
             return []
         count = len(self.prompts) * self.n
         return [self.chunk([self._choice(Piece(i), self._echo(i), 0)]) for i in range(count)]
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        return [self._choice(piece, piece.text, len(self._echo(piece.index)))]
+        echo = self._echo(piece.index)
+        return [self._choice(piece, (echo if piece.prompt is not None else "") + piece.text, len(echo))]
 
     def _echo(self, index: int) -> str:
         return "" if self.echoes is None else self.echoes[index // self.n]
 
     def _choice(self, piece: Piece, text: str, offset: int) -> dict[str, Any]:
-        logprobs = completion_logprobs(self.model.tokenizer, piece.entries, offset) if self.with_logprobs else None
+        """`offset` is where the generated text begins in the answer, in characters."""
+        tokenizer = self.model.tokenizer
+        entries = [replace(entry, offset=offset + entry.offset) for entry in piece.entries]
+        if piece.prompt is not None:
+            entries = prompt_entries(tokenizer, self.prompts[piece.index // self.n], piece.prompt) + entries
+        logprobs = completion_logprobs(tokenizer, entries) if self.with_logprobs else None
         return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 

@@ -17,29 +17,41 @@ from .model import ServedModel
 
 @dataclass(frozen=True)
 class TokenEntry:
-    """A token of the text with its log-probabilities; `offset` is where its text begins, in characters."""
+    """A token of the text with its log-probabilities; `offset` is where its text begins, in characters.
+
+    The first token of a prompt has no probability: it follows nothing.
+    """
 
     token_id: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
 
 
 @dataclass
 class Piece:
-    """What is new of one answer. Joined, the texts are the whole answer."""
+    """What is new of one answer. Joined, the texts are the whole answer. `prompt` is what TokenOutput says of it."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt: list[TokenLogprobs] | None = None
 
 
 class Answer:
-    """One answer on its way: `take` a token, get a piece."""
+    """One answer on its way: `take` a token, get a piece. With `is_empty`, only what is said of the prompt counts."""
 
-    def __init__(self, index: int, request: Request, model: ServedModel, stop: Sequence[str], continues: bool) -> None:
-        self.index, self.request = index, request
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        model: ServedModel,
+        stop: Sequence[str],
+        continues: bool,
+        is_empty: bool = False,
+    ) -> None:
+        self.index, self.request, self._is_empty = index, request, is_empty
         self.num_tokens = 0
         self.last_seconds = 0.0
         self._stream = TextStream(model.tokenizer, stop, continues_text=continues) if model.tokenizer.has_text else None
@@ -49,9 +61,11 @@ class Answer:
 
     def take(self, output: TokenOutput) -> Piece:
         """A token that has come; the piece may be empty while text is held back."""
+        if self._is_empty:
+            return Piece(self.index, finish_reason="length", prompt=output.prompt)
         self.num_tokens += 1
         self._ids.append(output.token_id)
-        piece = Piece(self.index, finish_reason=output.finish_reason)
+        piece = Piece(self.index, finish_reason=output.finish_reason, prompt=output.prompt)
         if not self._only_ends(output):
             if output.logprobs is not None:
                 offset = self._stream.decoded_length if self._stream is not None else 0
@@ -119,7 +133,7 @@ class Generation:
                 self._reasons[index] = piece.finish_reason
                 if output.finish_reason is None:
                     self._ticket.finish(index)
-            if piece.text or piece.entries or piece.token_ids or piece.finish_reason:
+            if piece.text or piece.entries or piece.token_ids or piece.finish_reason or piece.prompt is not None:
                 yield piece
 
     def close(self) -> None:
@@ -152,4 +166,5 @@ def merge(pieces: Sequence[Piece], count: int) -> list[Piece]:
         whole.token_ids += piece.token_ids
         whole.entries += piece.entries
         whole.finish_reason = piece.finish_reason or whole.finish_reason
+        whole.prompt = piece.prompt if piece.prompt is not None else whole.prompt
     return merged

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..messages import TokenLogprobs
+from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from .generation import TokenEntry
 
@@ -17,27 +19,43 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenEntry]) -> dict[s
     """The form of chat completions: a list of tokens, each with a list of the likeliest."""
     content = []
     for entry in entries:
+        assert entry.logprobs is not None  # only a prompt's first token has none, and a chat does not show its prompt
         top = [_token(tokenizer, i, p) for i, p in zip(entry.logprobs.top_ids, entry.logprobs.top, strict=True)]
         content.append({**_token(tokenizer, entry.token_id, entry.logprobs.chosen), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenEntry], offset: int = 0) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenEntry]) -> dict[str, Any]:
     """The form of completions: parallel lists, and for the likeliest tokens objects with one key a token.
 
-    `offset` is where the generated text begins in the answer, in characters. `bytes` is an addition.
+    `bytes` is an addition.
     """
     return {
         "tokens": [_key(tokenizer, entry.token_id) for entry in entries],
-        "token_logprobs": [_finite(entry.logprobs.chosen) for entry in entries],
+        "token_logprobs": [entry.logprobs and _finite(entry.logprobs.chosen) for entry in entries],
         "top_logprobs": [_top(tokenizer, entry) for entry in entries],
-        "text_offset": [offset + entry.offset for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
         "bytes": [list(_bytes(tokenizer, entry.token_id)) for entry in entries],
     }
 
 
-def _top(tokenizer: Tokenizer, entry: TokenEntry) -> dict[str, float]:
+def prompt_entries(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], following: Sequence[TokenLogprobs]
+) -> list[TokenEntry]:
+    """A prompt's tokens, each where its text begins in the decoded prompt."""
+    stream = TextStream(tokenizer) if tokenizer.has_text else None
+    entries = []
+    for token_id, logprobs in zip(prompt_ids, [None, *following], strict=True):
+        entries.append(TokenEntry(token_id, stream.decoded_length if stream is not None else 0, logprobs))
+        if stream is not None:
+            stream.push(token_id)
+    return entries
+
+
+def _top(tokenizer: Tokenizer, entry: TokenEntry) -> dict[str, float] | None:
     """The likeliest tokens and the chosen one; tokens that read alike are told apart by their ids."""
+    if entry.logprobs is None:
+        return None
     top: dict[str, float] = {}
     pairs = dict(zip(entry.logprobs.top_ids, entry.logprobs.top, strict=True))
     pairs.setdefault(entry.token_id, entry.logprobs.chosen)
