@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..shardplan.errors import DeviceError
+from ..shardplan.fit import CACHE_FRACTION, workspace_bytes
 from ..shardplan.shard_set import ShardSet
 from . import memory, mesh, stages
 from .blocks import SCRATCH_BLOCK, BlockPool
@@ -38,9 +39,6 @@ from .runner import Place, Runner
 from .scheduler import Scheduler
 from .self_test import check_collectives
 from .weights import Weights, map_file, read_to_device
-
-CUDA_MEMORY_FRACTION = 0.92
-"""Part of a GPU's free memory, after loading, that the KV cache may take; the rest is for activations."""
 
 CONTEXT_SAMPLE_BYTES = 1 << 20
 """What is read of the file to make CUDA set up all that loading needs, before memory is first measured."""
@@ -142,14 +140,23 @@ class RankWorker:
         free, on_cpu = memory.take_snapshot(self.place.device).free, self.place.device.type == "cpu"
         sharers = self.options.tp_size if on_cpu else self.options.devices.count(self.options.devices[self.rank])
         asked = self.options.kv_cache_bytes
+        if asked is None and on_cpu:
+            return int(free * CPU_MEMORY_FRACTION) // sharers
         if asked is None:
-            return int(free * (CPU_MEMORY_FRACTION if on_cpu else CUDA_MEMORY_FRACTION)) // sharers
+            return self.gpu_budget(free // sharers)
         if asked > free // sharers:
             raise DeviceError(
                 f"--kv-cache-memory asks for {asked} bytes, {free // sharers} are free",
                 f"ask for less, or leave it out; {sharers} rank(s) share this memory",
             )
         return asked
+
+    def gpu_budget(self, free: int) -> int:
+        """What `mgtp plan` promises for the cache, of `free` bytes: a step needs memory too."""
+        options, axes, itemsize = self.options, self.plan.shared_axes(), self.runner.dtype.itemsize
+        tokens, sequences = options.max_batch_tokens, options.max_num_seqs
+        workspace = workspace_bytes(self.shard_set.model, axes, self.rank, itemsize, tokens, sequences)
+        return min(int(free * CACHE_FRACTION), free - workspace)
 
     def least(self, value: int) -> int:
         """The smallest `value` of all ranks."""

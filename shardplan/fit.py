@@ -161,12 +161,19 @@ def cache_needs(model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsiz
     return CacheNeeds(tuple(groups.items()), state_bytes(model, axes, rank, itemsize))
 
 
-def workspace_bytes(model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsize: int) -> int:
-    """An estimate of what one step of STEP_TOKENS tokens takes beside weights and cache."""
+def workspace_bytes(
+    model: ModelConfig,
+    axes: Mapping[str, Axis],
+    rank: int,
+    itemsize: int,
+    tokens: int = STEP_TOKENS,
+    sequences: int = NUM_SEQUENCES,
+) -> int:
+    """An estimate of what one step of `tokens` tokens, `sequences` of them sampled from, takes beside the cache."""
     widest = max(_layer_width(layer, axes, rank) for layer in model.layers)
-    logits = 3 * 4 * NUM_SEQUENCES * model.vocab_size
+    logits = 3 * 4 * sequences * model.vocab_size
     per_layer = 3 * len(model.layers) * model.per_layer_width
-    return STEP_TOKENS * itemsize * (4 * model.hidden_size + widest + per_layer) + logits
+    return tokens * itemsize * (4 * model.hidden_size + widest + per_layer) + logits
 
 
 def _layer_width(layer: Layer, axes: Mapping[str, Axis], rank: int) -> int:
