@@ -124,12 +124,10 @@ def test_agrees_with_the_runtime(window: int | None, budget: int, tp_size: int, 
 
 def test_constants_are_the_runtime_s() -> None:
     from mgtp.runtime.options import RankOptions
-    from mgtp.runtime.rank_worker import CUDA_MEMORY_FRACTION
 
     options = RankOptions("", 1, "cpu", [])
     assert (options.block_size, options.max_batch_tokens, options.max_num_seqs) == (16, 2048, 16)
     assert (BLOCK_TOKENS, STEP_TOKENS, fit_module.NUM_SEQUENCES) == (16, 2048, 16)
-    assert CACHE_FRACTION == CUDA_MEMORY_FRACTION
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 200_000))
