@@ -104,7 +104,10 @@ def test_echo_scores_several_prompts_with_several_answers(client, server, log_so
         texts[part.index] += part.text
         values[part.index] += part.logprobs.token_logprobs
     assert texts == [choice.text for choice in whole.choices]
-    assert values == [choice.logprobs.token_logprobs for choice in whole.choices]
+    # Which tokens share a step is a matter of time, and with it the last bits.
+    for streamed, choice in zip(values, whole.choices, strict=True):
+        assert streamed[0] is None
+        assert streamed[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
 
 
 def test_long_prompts_are_scored_in_pieces(server, log_softmax):
