@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-COMMANDS = ("plan", "shard", "verify", "generate", "serve", "chat", "probe_memory", "bench", "cache")
+COMMANDS = ("plan", "shard", "verify", "generate", "serve", "chat", "probe", "probe_memory", "bench", "cache")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143

@@ -10,12 +10,14 @@ import typer
 from .app import app
 from .launching import (
     BlockSizeOption,
+    CollectiveOption,
     DeviceOption,
     DevicesOption,
     EnforceEagerOption,
     JsonOption,
     KvCacheMemoryOption,
     ShardSetArgument,
+    SharedDeviceOption,
     StepTimeoutOption,
     TpSizeOption,
 )
@@ -35,6 +37,8 @@ def bench(
     ] = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
+    allow_shared_device: SharedDeviceOption = False,
+    collective: CollectiveOption = "auto",
     batches: Annotated[str, typer.Option(help="Sequences at once in decode steps.")] = "1,8,32,128",
     prefills: Annotated[str, typer.Option(help="Prompts at once x tokens of each.")] = "1x512,32x512,1x8000",
     requests: Annotated[int, typer.Option(min=0, help="Requests of the offline run; 0 leaves it out.")] = 512,
@@ -70,6 +74,8 @@ def bench(
         ctx,
         device=device,
         devices=devices,
+        allow_shared_device=allow_shared_device,
+        collective=collective,
         max_model_len=min(longest, shard_set.model.max_position),
         max_num_seqs=max_num_seqs or max([requests, *options.batches, *(n for n, _ in options.prefills)]),
         max_batch_tokens=max_batch_tokens,

@@ -13,6 +13,7 @@ from .generate_batch import batch_files, run_batch
 from .generate_one import GenerateOne, PromptSource
 from .launching import (
     BlockSizeOption,
+    CollectiveOption,
     DeviceOption,
     DevicesOption,
     DtypeOption,
@@ -84,6 +85,7 @@ def generate(
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
+    collective: CollectiveOption = "auto",
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     kv_cache_memory: KvCacheMemoryOption = None,
@@ -113,6 +115,7 @@ def generate(
         device=device,
         devices=devices,
         allow_shared_device=allow_shared_device,
+        collective=collective,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs if prompts is not None else 1,
         kv_cache_memory=kv_cache_memory,

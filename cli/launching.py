@@ -43,6 +43,12 @@ StepTimeoutOption = Annotated[
     float | None,
     typer.Option(min=0.1, help="Longest time for a step, in seconds; default: 60 on GPUs, 600 on the CPU."),
 ]
+CollectiveOption = Annotated[
+    str,
+    typer.Option(
+        help="What runs sums over ranks: auto, nccl, host or oneshot; see docs/parallelism.md.", metavar="BACKEND"
+    ),
+]
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(callback=positive, help="Longest prompt and answer in tokens; default: the model's, or what fits."),

@@ -8,6 +8,7 @@ import typer
 
 from .app import app
 from .launching import (
+    CollectiveOption,
     DeviceOption,
     DevicesOption,
     DtypeOption,
@@ -35,6 +36,7 @@ def probe_memory(
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
+    collective: CollectiveOption = "auto",
     max_model_len: MaxModelLenOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,6 +56,7 @@ def probe_memory(
         device=device,
         devices=parse_devices(devices),
         allow_shared_device=allow_shared_device,
+        collective=collective,
         max_model_len=max_model_len,
         max_num_seqs=1,
         log_level=ctx.obj.log_level,

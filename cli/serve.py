@@ -11,6 +11,7 @@ from ..shardplan.errors import UsageError
 from .app import app
 from .launching import (
     BlockSizeOption,
+    CollectiveOption,
     DeviceOption,
     DevicesOption,
     DtypeOption,
@@ -81,6 +82,7 @@ def serve(
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
+    collective: CollectiveOption = "auto",
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     kv_cache_memory: KvCacheMemoryOption = None,
@@ -103,6 +105,7 @@ def serve(
         device=device,
         devices=devices,
         allow_shared_device=allow_shared_device,
+        collective=collective,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         kv_cache_memory=kv_cache_memory,

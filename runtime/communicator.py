@@ -14,12 +14,14 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 class Communicator(Protocol):
     """Collectives over `size` ranks, of which this process is number `rank`. All ranks call in the same order.
 
-    `backend` is what runs them: nccl, host, oneshot, or none for a single rank.
+    `backend` is what runs them: nccl, host, oneshot, or none for a single rank. `capturable`: a CUDA graph can record
+    all of them.
     """
 
     rank: int
     size: int
     backend: str
+    capturable: bool
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place where possible; use the returned tensor."""
@@ -41,7 +43,7 @@ class Communicator(Protocol):
 class SingleRank:
     """The communicator of a group of one: nothing to exchange."""
 
-    rank, size, backend = 0, 1, "none"
+    rank, size, backend, capturable = 0, 1, "none", True
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""
@@ -63,7 +65,7 @@ class SingleRank:
 class GroupCommunicator:
     """Collectives that torch.distributed runs where the tensors are: NCCL on GPUs."""
 
-    backend = "nccl"
+    backend, capturable = "nccl", True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -98,6 +100,10 @@ class GroupCommunicator:
             work.wait()
         return received
 
+    def abort(self) -> None:
+        """End collectives that wait for ever. The group is of no use afterwards."""
+        self.group.abort()
+
 
 class HostCommunicator(GroupCommunicator):
     """Collectives over gloo, through the host's memory when tensors are elsewhere: right for any placement.
@@ -105,7 +111,7 @@ class HostCommunicator(GroupCommunicator):
     16-bit numbers are added up in float32 and rounded once; gloo itself would round after every addition.
     """
 
-    backend = "host"
+    backend, capturable = "host", False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""

@@ -12,23 +12,22 @@ from __future__ import annotations
 import datetime
 import math
 import os
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ..shardplan.errors import UsageError
-from .communicator import Communicator, GroupCommunicator, HostCommunicator, SingleRank
+from .collectives.groups import AxisGroup, Rank, node_name
+from .collectives.request import BACKENDS, parse_collective
+from .communicator import Communicator, SingleRank
 from .mesh_sizes import axis_groups, mesh_sizes
+from .messages import AxisInfo
 from .options import RankOptions
 
-__all__ = ["BACKENDS", "Mesh", "axis_groups", "bind_device", "create_mesh", "join", "mesh_sizes"]
-
-BACKENDS = ("nccl", "host")
-"""What can run an axis' collectives: NCCL on GPUs of their own, or gloo through the host's memory, anywhere."""
+__all__ = ["Mesh", "axis_groups", "bind_device", "create_mesh", "join", "mesh_sizes"]
 
 
 def bind_device(options: RankOptions, local_rank: int) -> torch.device:
@@ -44,9 +43,13 @@ def bind_device(options: RankOptions, local_rank: int) -> torch.device:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's communicators, one a mesh axis. `made` are the process groups that end with the mesh."""
+    """This rank's communicators, one a mesh axis, and why each runs on its backend.
+
+    `made` are the process groups that end with the mesh.
+    """
 
     axes: Mapping[str, Communicator]
+    reasons: Mapping[str, str] = field(default_factory=dict)
     made: tuple[dist.ProcessGroup, ...] = ()
     made_world: bool = False
 
@@ -64,8 +67,18 @@ class Mesh:
         """The tensor of the first of all ranks, in place."""
         return self.tp.broadcast(self.cp.broadcast(tensor))
 
+    def describe(self) -> list[AxisInfo]:
+        """Sizes and backends, as logs, probe and /metrics show them."""
+        return [AxisInfo(axis, c.size, c.backend, self.reasons.get(axis, "")) for axis, c in self.axes.items()]
+
     def close(self) -> None:
-        """Leave the process groups together, after success; after a failure a rank just exits."""
+        """Give back what communicators hold, the last made first, and leave the process groups together.
+
+        After success only: after a failure a rank just exits.
+        """
+        for communicator in reversed(list({id(c): c for c in self.axes.values()}.values())):
+            if close := getattr(communicator, "close", None):
+                close()
         if self.made_world:
             dist.destroy_process_group()
             return
@@ -76,8 +89,15 @@ class Mesh:
 def join(options: RankOptions, rank: int, device: torch.device, folder: Path) -> Mesh:
     """Meet the other ranks of a run through a file in its folder."""
     sizes = {"tp": options.tp_size, "cp": options.cp_size}
-    timeout = options.collective_timeout
-    return create_mesh(sizes, device, init_method=f"file://{folder}/rendezvous", rank=rank, timeout=timeout)
+    return create_mesh(
+        sizes,
+        device,
+        backends=parse_collective(options.collective, list(sizes)),
+        allow_shared_device=options.allow_shared_device,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        timeout=options.collective_timeout,
+    )
 
 
 def create_mesh(
@@ -85,6 +105,7 @@ def create_mesh(
     device: torch.device | None = None,
     *,
     backends: Mapping[str, str] | None = None,
+    allow_shared_device: bool = False,
     init_method: str = "env://",
     rank: int = -1,
     timeout: float = 600.0,
@@ -92,9 +113,9 @@ def create_mesh(
     """A communicator for every axis of `sizes`. All ranks call it alike.
 
     A process group that is there is used, else one is started: by torchrun's environment, or by `init_method` and
-    `rank`. `device` is this rank's (None: the current GPU, or the CPU). `backends` names what runs an axis' collectives;
-    left out, NCCL does where all ranks have GPUs of their own, the host otherwise: NCCL refuses two ranks on one.
-    Raises UsageError when the sizes' product is not the number of ranks.
+    `rank`. `device` is this rank's (None: the current GPU, or the CPU). `backends` names what runs an axis' collectives:
+    auto (also where it is left out), nccl, host or oneshot; see `collectives.choice`. Raises UsageError when the sizes'
+    product is not the number of ranks, and MgtpError when a backend that was asked for cannot be used.
     """
     world = math.prod(sizes.values())
     made_world = not dist.is_initialized() and world > 1
@@ -106,18 +127,21 @@ def create_mesh(
         _check_world(sizes, dist.get_world_size())
     if world == 1:
         return Mesh(dict.fromkeys(sizes, SingleRank()))
+    device = device or _current_device()
     places = _places(device, world)
-    made: dict[tuple[tuple[int, ...], str], Communicator] = {}
-    axes: dict[str, Communicator] = {}
+    made: dict[tuple[tuple[int, ...], str], AxisGroup] = {}
+    axes: dict[str, Communicator] = {axis: SingleRank() for axis in sizes}
+    reasons: dict[str, str] = {}
     for axis, groups in axis_groups(sizes).items():
-        for ranks in groups:
-            backend = _backend(axis, [places[r] for r in ranks], (backends or {}).get(axis))
-            if (ranks, backend) not in made:  # groups of the same ranks share
-                made[ranks, backend] = _communicator(ranks, backend, limit)
+        asked = (backends or {}).get(axis, "auto")
+        for ranks in (ranks for ranks in groups if len(ranks) > 1):
+            _check_backend(axis, [places[r] for r in ranks], asked)
+            if (ranks, asked) not in made:  # groups of the same ranks share
+                members = [Rank(r, *places[r]) for r in ranks]
+                made[ranks, asked] = AxisGroup(members, device, asked, allow_shared_device, limit)
             if dist.get_rank() in ranks:
-                axes[axis] = made[ranks, backend]
-    groups = [c.group for c in made.values() if isinstance(c, GroupCommunicator)]
-    return Mesh(axes, tuple(groups), made_world)
+                axes[axis], reasons[axis] = made[ranks, asked].communicator
+    return Mesh(axes, reasons, tuple(g for group in made.values() for g in group.made), made_world)
 
 
 def _check_world(sizes: Mapping[str, int], num_ranks: int) -> None:
@@ -129,33 +153,25 @@ def _check_world(sizes: Mapping[str, int], num_ranks: int) -> None:
         )
 
 
-def _places(device: torch.device | None, world: int) -> list[tuple[str, str]]:
+def _current_device() -> torch.device:
+    """The current GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _places(device: torch.device, world: int) -> list[tuple[str, str]]:
     """(host, device) of every rank."""
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     places: list[tuple[str, str]] = [("", "")] * world
-    dist.all_gather_object(places, (socket.gethostname(), str(device)))
+    dist.all_gather_object(places, (node_name(), str(device)))
     return places
 
 
-def _backend(axis: str, places: list[tuple[str, str]], asked: str | None) -> str:
-    """What runs a group's collectives; raises UsageError when that cannot be what was asked for."""
-    if asked is not None and asked not in BACKENDS:
-        raise UsageError(f"axis {axis}: backend {asked!r} is unknown", f"use {' or '.join(BACKENDS)}")
-    alone = len(set(places)) == len(places) and all(device.startswith("cuda") for _, device in places)
-    if asked == "nccl" and not alone:
+def _check_backend(axis: str, places: list[tuple[str, str]], asked: str) -> None:
+    """Raise UsageError when a backend that is asked for by name cannot run where these ranks are."""
+    if asked not in BACKENDS:
+        raise UsageError(f"axis {axis}: backend {asked!r} is unknown", f"use one of {', '.join(BACKENDS)}")
+    on_gpus = all(device.startswith("cuda") for _, device in places)
+    if (asked == "nccl" and len(set(places)) < len(places)) or (asked in ("nccl", "oneshot") and not on_gpus):
         raise UsageError(
-            f"axis {axis}: nccl needs a GPU for every rank, they have {', '.join(device for _, device in places)}",
+            f"axis {axis}: {asked} needs a GPU for every rank, they have {', '.join(device for _, device in places)}",
             "use the host backend",
         )
-    return asked or ("nccl" if alone else "host")
-
-
-def _communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta) -> Communicator:
-    """The communicator of `ranks`; of use only to them, but all ranks must make it."""
-    if len(ranks) == 1:
-        return SingleRank()
-    group = dist.new_group(list(ranks), timeout=timeout, backend="nccl" if backend == "nccl" else "gloo")
-    if not isinstance(group, dist.ProcessGroup):
-        return SingleRank()  # other ranks' group
-    return GroupCommunicator(group) if backend == "nccl" else HostCommunicator(group)

@@ -113,10 +113,19 @@ class Stage(msgspec.Struct, tag=True):
     name: str
 
 
+class AxisInfo(msgspec.Struct):
+    """A mesh axis: its ranks, the backend of its collectives and why it is that one."""
+
+    axis: str
+    size: int
+    backend: str
+    reason: str = ""
+
+
 class Ready(msgspec.Struct, tag=True):
     """Rank -> front: loaded and warm. Bytes and seconds are measured; `kv_cache_tokens` is what the cache holds.
 
-    `device_*` are the device's (the host's, on the CPU) as a whole; `backend` is what runs the collectives.
+    `device_*` are the device's (the host's, on the CPU) as a whole.
     """
 
     rank: int
@@ -128,7 +137,7 @@ class Ready(msgspec.Struct, tag=True):
     load_seconds: float
     device_used_bytes: int = 0
     device_total_bytes: int = 0
-    backend: str = ""
+    axes: list[AxisInfo] = []
 
 
 class MemoryReport(msgspec.Struct, tag=True):
@@ -148,6 +157,50 @@ class CeilingReport(msgspec.Struct, tag=True):
     rank: int
     copy_bytes_per_s: float
     product_flops: float
+
+
+class LinkInfo(msgspec.Struct):
+    """A link between two GPUs: NVLink (with its lanes), PCIe or unknown, and what writing over it showed.
+
+    `peer_access`: the driver lets one map the other's memory. `bandwidth`: bytes a second of a large copy.
+    """
+
+    source: int
+    target: int
+    kind: str
+    num_links: int | None
+    peer_access: bool
+    written: bool
+    bandwidth: float
+
+
+class CollectiveFigure(msgspec.Struct):
+    """An all-reduce of `size` bytes over `world` ranks: seconds of the slowest rank, bytes a second, sum checked."""
+
+    backend: str
+    size: int
+    world: int
+    latency: float
+    bandwidth: float
+    verified: bool
+
+
+class DeviceReport(msgspec.Struct, tag=True):
+    """Rank -> front: what a rank found out about its device, and rank 0 about the collectives of all.
+
+    `faults` are backends that cannot be used here, with the reason.
+    """
+
+    rank: int
+    device: str
+    total_bytes: int
+    torch_version: str
+    nccl_version: str | None
+    driver_version: str | None
+    links: list[LinkInfo]
+    collectives: list[CollectiveFigure]
+    axis: AxisInfo | None
+    faults: dict[str, str]
 
 
 class Stats(msgspec.Struct, tag=True):
@@ -182,4 +235,4 @@ class Failed(msgspec.Struct, tag=True):
 
 FrontMessage = Request | Abort | MeasureMemory | MeasureCeiling | Stop
 StepMessage = Step | MeasureMemory | MeasureCeiling | Stop
-RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | CeilingReport | Stats | Failed
+RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | CeilingReport | DeviceReport | Stats | Failed

@@ -10,9 +10,9 @@ from .cache_layout import DEFAULT_BLOCK_SIZE
 class RankOptions(msgspec.Struct, frozen=True):
     """Options of a run on tp_size * cp_size ranks, tp varying fastest.
 
-    `devices` are indices of visible GPUs, one a rank (empty on the CPU). `enforce_eager` launches every kernel of a step by
-    itself instead of replaying a graph. With `dummy_weights`, `shard_set` is a config.json or its folder, and the
-    weights are random.
+    `devices` are indices of visible GPUs, one a rank (empty on the CPU). `collective` is as on the command line.
+    `enforce_eager` launches every kernel of a step by itself instead of replaying a graph. With `dummy_weights`,
+    `shard_set` is a config.json or its folder, and the weights are random.
 
     Seconds: `step_timeout` is how long a step may take; `collective_timeout`, how long a rank waits in a collective
     when nobody ends it, is longer than any stage.
@@ -31,6 +31,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     kv_cache_bytes: int | None = None
     step_timeout: float = 600.0
     collective_timeout: float = 1200.0
+    collective: str = "auto"
     log_level: str = "info"
     enforce_eager: bool = False
     dummy_weights: bool = False

@@ -8,6 +8,11 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .rank_link import RankLink
 
 
 def die_with_parent() -> None:
@@ -27,8 +32,8 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main() -> None:
-    """Run this rank until the front says stop. A failure is reported to the front before the process ends."""
+def run_rank(work: Callable[[RankLink], None]) -> None:
+    """Do a rank's work and end the process. A failure is reported to the front before that."""
     die_with_parent()
     # Says where this rank is when the front asks, also from within a collective: no interpreter lock is needed.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
@@ -38,9 +43,7 @@ def main() -> None:
     link = RankLink.from_environment()
     try:
         link.stage(stages.IMPORT)
-        from .rank_worker import RankWorker
-
-        RankWorker(link).run()
+        work(link)
     except BaseException as error:
         link.report(error)
         sys.stderr.flush()
@@ -48,6 +51,17 @@ def main() -> None:
         os._exit(1)
     link.close()
     os._exit(0)
+
+
+def main() -> None:
+    """Run this rank until the front says stop."""
+
+    def serve(link: RankLink) -> None:
+        from .rank_worker import RankWorker
+
+        RankWorker(link).run()
+
+    run_rank(serve)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class RankWorker:
                 load_seconds=seconds,
                 device_used_bytes=now.total - now.free,
                 device_total_bytes=now.total,
-                backend=self.mesh.tp.backend,
+                axes=self.mesh.describe(),
             )
         )
         self.link.enter(stages.RUNNING)

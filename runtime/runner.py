@@ -63,7 +63,7 @@ class Runner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record decode steps as graphs, where kernels run them and every collective can be recorded."""
-        if self.paged_steps is not None and self.place.communicator.backend != "host":
+        if self.paged_steps is not None and self.place.communicator.capturable:
             self.paged_steps.capture()
 
     @torch.inference_mode()

@@ -30,7 +30,7 @@ SECONDS = 60
 class ThreadCommunicator:
     """Collectives between threads: everybody puts a tensor down, then takes all of them up."""
 
-    backend = "threads"
+    backend, capturable = "threads", False
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, table: list[Any]) -> None:
         self.rank, self.size, self.barrier, self.table = rank, size, barrier, table

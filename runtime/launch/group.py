@@ -83,6 +83,10 @@ class RankGroup:
         defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": str(threads)}
         # Steps of ever new sizes would break up the little memory that the KV cache leaves.
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        # NVLink multicast can take a host's GPUs out of service when a program that uses it ends badly.
+        defaults |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        if self.options.allow_shared_device:
+            defaults["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         world = str(self.options.tp_size)
         contract = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         ours = {"MGTP_RUN_FOLDER": str(self.folder), "MGTP_LIFELINE": str(self._alive), "MGTP_FRONT": str(os.getpid())}

@@ -12,6 +12,7 @@ from ...shardplan.errors import UsageError
 from ...shardplan.shard_set import ShardSet
 from ..cache_layout import DEFAULT_BLOCK_SIZE
 from ..capacity import CacheDemand, plan_blocks
+from ..collectives.request import check_placement, parse_collective
 from ..messages import RankMessage, Ready, Stage
 from ..options import RankOptions
 from ..stages import RUNNING, SPAWN, STEP_SECONDS, position, stage_limits
@@ -36,6 +37,7 @@ class LaunchOptions:
     device: str = "auto"
     devices: tuple[int, ...] | None = None
     allow_shared_device: bool = False
+    collective: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -87,12 +89,14 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
     placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device)
     log.info(describe(placement, options.device))
     step_timeout = options.step_timeout or STEP_SECONDS[placement.device]
+    check_placement(parse_collective(options.collective, ["tp"]), placement.device, placement.indices)
     rank_options = RankOptions(
         shard_set=str(shard_set.path.resolve()),
         tp_size=tp_size,
         device=placement.device,
         devices=list(placement.indices),
         allow_shared_device=options.allow_shared_device,
+        collective=options.collective,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         block_size=options.block_size,
@@ -177,4 +181,7 @@ class StartUp:
     def result(self) -> StartedGroup:
         """The group with what its ranks said, in rank order."""
         ready = [self._ready[r] for r in sorted(self._ready)]
+        for axis in ready[0].axes:
+            if axis.size > 1:
+                log.info("collectives over %s, %d ranks: %s (%s)", axis.axis, axis.size, axis.backend, axis.reason)
         return StartedGroup(self.group, ready, time.monotonic() - self._begin)

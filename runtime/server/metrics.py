@@ -73,7 +73,10 @@ class Metrics:
             "mgtp_rank_device_bytes", "Memory of a rank's device.", ["rank", "device", "kind"], registry=registry
         )
         self.collectives = Gauge(
-            "mgtp_collective_backend_info", "1 for the backend in use.", ["backend"], registry=registry
+            "mgtp_collective_backend_info",
+            "1 for the backend in use, of every mesh axis.",
+            ["axis", "size", "backend"],
+            registry=registry,
         )
 
     def observe_ready(self, ready: Sequence[Ready]) -> None:
@@ -83,7 +86,8 @@ class Metrics:
             self.rank_weights.labels(*labels).set(rank.weight_bytes)
             self.rank_memory.labels(*labels, "used").set(rank.device_used_bytes)
             self.rank_memory.labels(*labels, "total").set(rank.device_total_bytes)
-        self.collectives.labels(ready[0].backend).set(1)
+        for axis in ready[0].axes:
+            self.collectives.labels(axis.axis, str(axis.size), axis.backend).set(1)
 
     def observe_stats(self, stats: Stats) -> None:
         """The leader's report."""

@@ -94,7 +94,7 @@ def test_metrics(server):
     server.complete(prompt="abc", max_tokens=7, temperature=0, ignore_eos=True)
     assert server.metric("mgtp_generated_tokens_total") == before + 7
     server.wait_until_idle()
-    assert server.metric('mgtp_collective_backend_info{backend="host"}') == 1
+    assert server.metric('mgtp_collective_backend_info{axis="tp",backend="host",size="2"}') == 1
     assert server.metric("mgtp_step_seconds_count") > 0
     assert server.metric("mgtp_queue_seconds_count") > 0
     prompt = "the same beginning, and long enough for a block or two of the cache"

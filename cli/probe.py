@@ -1,0 +1,107 @@
+"""`mgtp probe`: devices, links, which collectives work and how fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .app import app
+from .launching import (
+    CollectiveOption,
+    DeviceOption,
+    DevicesOption,
+    JsonOption,
+    SharedDeviceOption,
+)
+from .options import positive
+
+if TYPE_CHECKING:
+    from ..runtime.launch.device_probe import ProbeResult
+
+
+@app.command("probe")
+def probe(
+    ctx: typer.Context,
+    tp_size: Annotated[
+        int | None, typer.Option(callback=positive, help="Ranks that exchange; default: one a GPU, one on the CPU.")
+    ] = None,
+    device: DeviceOption = "auto",
+    devices: DevicesOption = None,
+    allow_shared_device: SharedDeviceOption = False,
+    collective: CollectiveOption = "auto",
+    plot: Annotated[Path | None, typer.Option(help="Draw latency over message size into this .svg file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the devices and their links, test every backend of the collectives, and measure it from 1 KiB to 64 MiB.
+
+    JSON: torch_version, nccl_version, driver_version, devices (rank, device, total_bytes), links (source, target, kind,
+    num_links, peer_access, written, bandwidth), collectives (backend, size, world, latency in seconds, bandwidth in
+    bytes a second, verified), choice (backend, reason, cross_overs), faults (backend: why it cannot be used).
+    """
+    from ..runtime.launch.device_probe import probe_devices
+    from .console import print_json
+    from .launching import launch_options, show_stages
+
+    _check_plot(plot)
+    options = launch_options(
+        ctx, device=device, devices=devices, allow_shared_device=allow_shared_device, collective=collective
+    )
+    with show_stages(tp_size or 1) as on_stage:
+        result = probe_devices(tp_size, options, on_stage)
+    if plot is not None:
+        _draw(plot, result)
+    print_json(result) if as_json else _print(result)
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Refuse what cannot be drawn before anything is measured."""
+    from ..shardplan.errors import UsageError
+
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot {plot}: {plot.suffix or 'no ending'} is not .svg", "name a file such as latency.svg")
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError(f"--plot {plot}: {plot.parent} is not a folder", "make it first")
+
+
+def _draw(plot: Path, result: ProbeResult) -> None:
+    from ..shardplan.errors import UsageError
+    from .latency_plot import latency_svg
+
+    if not result.collectives:
+        raise UsageError("--plot needs collectives, one rank has none", "add --tp-size 2")
+    plot.write_text(latency_svg(result.collectives))
+
+
+def _print(result: ProbeResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .console import human_bytes
+
+    nccl, driver = result.nccl_version or "none", result.driver_version or "none"
+    print(f"torch {result.torch_version}, NCCL {nccl}, driver {driver}")
+    for d in result.devices:
+        print(f"rank {d.rank}: {d.device}, {human_bytes(d.total_bytes)}")
+    for link in result.links:
+        lanes = f" x{link.num_links}" if link.num_links else ""
+        access = "peer access" if link.peer_access else "no peer access"
+        state = "written and read back" if link.written else "WRITTEN DATA DIFFERS"
+        print(f"{link.source} -> {link.target}: {link.kind}{lanes}, {access}, {state}, {link.bandwidth / 1e9:.1f} GB/s")
+    for backend, fault in result.faults.items():
+        print(f"{backend} cannot be used: {fault}")
+    if result.collectives:
+        console, table = Console(width=None if Console().is_terminal else 120), Table(box=None, pad_edge=False)
+        backends = list(dict.fromkeys(f.backend for f in result.collectives))
+        for column in ("all-reduce", *(name for b in backends for name in (b, "GB/s"))):
+            table.add_column(column, justify="right")
+        for size in sorted({f.size for f in result.collectives}):
+            cells = [human_bytes(size)]
+            for f in (f for b in backends for f in result.collectives if f.backend == b and f.size == size):
+                wrong = "" if f.verified else " WRONG"
+                cells += [f"{f.latency * 1e6:.1f} us{wrong}", f"{f.bandwidth / 1e9:.2f}"]
+            table.add_row(*cells)
+        console.print(table)
+    fastest = ", ".join(f"{c.backend} from {human_bytes(c.size)}" for c in result.choice.cross_overs)
+    print(f"runs use {result.choice.backend}: {result.choice.reason}" + (f"; fastest: {fastest}" if fastest else ""))

@@ -1,0 +1,86 @@
+"""What the oneshot backend may carry, as tables: pure, so that every rank comes to the same answer from the same facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+WORKSPACE_BYTES = 8 << 20
+"""Symmetric memory of a group, on every rank. Larger messages are bound by bandwidth, where NCCL is at home."""
+
+ALIGNMENT = 16
+"""Bytes of one load: addresses and sizes must be multiples."""
+
+ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 19}
+"""Up to here every rank reads all of every other's message. Not here: 256 KiB."""
+
+ONE_SHOT_DTYPES = ("bfloat16", "float16", "float32")
+TWO_SHOT_DTYPES = ("bfloat16", "float32")
+TWO_SHOT_RANKS = (2, 4, 8)
+"""What torch's two-shot kernel is compiled for: every rank sums a share, then all read all shares."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A tensor that is to be summed over ranks. `address` is its first byte's."""
+
+    dtype: str
+    num_bytes: int
+    dims: int
+    contiguous: bool = True
+    address: int = 0
+    operation: str = "sum"
+
+
+def method_for(message: Message, num_ranks: int, two_shot: bool = True) -> tuple[str, str]:
+    """('one-shot' | 'two-shot' | 'fallback', why)."""
+    refusal = _refusal(message)
+    if refusal:
+        return "fallback", refusal
+    if message.num_bytes <= ONE_SHOT_BYTES.get(num_ranks, 1 << 18):
+        return "one-shot", f"{message.num_bytes} bytes"
+    if message.num_bytes > WORKSPACE_BYTES:
+        return "fallback", f"{message.num_bytes} bytes do not fit a workspace of {WORKSPACE_BYTES}"
+    if not two_shot or num_ranks not in TWO_SHOT_RANKS or message.dtype not in TWO_SHOT_DTYPES:
+        return "fallback", f"no two-shot sum of {message.num_bytes} bytes of {message.dtype} over {num_ranks} ranks"
+    return "two-shot", f"{message.num_bytes} bytes"
+
+
+def _refusal(message: Message) -> str:
+    if message.operation != "sum":
+        return f"{message.operation} is not a sum"
+    if message.dtype not in ONE_SHOT_DTYPES:
+        return f"{message.dtype} is not one of {', '.join(ONE_SHOT_DTYPES)}"
+    if message.dims < 2:
+        return f"{message.dims} dimension(s): not hidden states"
+    if not message.contiguous:
+        return "not contiguous"
+    if message.num_bytes % ALIGNMENT or message.address % ALIGNMENT:
+        return f"not aligned to {ALIGNMENT} bytes"
+    return "" if message.num_bytes else "empty"
+
+
+class Member(msgspec.Struct, frozen=True):
+    """What a rank tells the others before symmetric memory is set up.
+
+    `node` names the machine and its boot. `maps`: of every rank, whether its device's memory can be mapped here.
+    """
+
+    rank: int
+    node: str
+    device: int
+    maps: list[bool]
+
+
+def group_refusal(members: Sequence[Member], allow_shared: bool) -> str:
+    """Why these ranks cannot share memory, or an empty string."""
+    first = members[0]
+    for member in members:
+        if member.node != first.node:
+            return f"ranks {first.rank} and {member.rank} are on different nodes"
+        for other, maps in zip(members, member.maps, strict=True):
+            if other.rank < member.rank and other.device == member.device and not allow_shared:
+                return f"ranks {other.rank} and {member.rank} share a device without --allow-shared-device"
+            if not maps:
+                return f"rank {member.rank} cannot map the memory of rank {other.rank}"
+    return ""

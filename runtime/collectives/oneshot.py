@@ -1,0 +1,139 @@
+"""The oneshot backend: sums of decode size over symmetric memory, everything else through another communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from ...shardplan.errors import MgtpError
+from ..communicator import Communicator
+from .agreement import exchange
+from .eligibility import WORKSPACE_BYTES, Member, Message, group_refusal, method_for
+
+if TYPE_CHECKING:
+    from .groups import Rank
+
+
+class SymmetricWorkspace:
+    """One group's symmetric memory: the same bytes on every rank, mapped by all of them. Making it is collective."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int = WORKSPACE_BYTES) -> None:
+        from ..kernels.all_reduce import Workspace
+
+        self.group_name, self.device = group.group_name, device
+        self.buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), [1], torch.uint8, device)
+        handle = symmetric_memory.rendezvous(self.buffer, group.group_name)
+        pointers = [
+            torch.tensor(addresses, dtype=torch.int64, device=device)
+            for addresses in (handle.buffer_ptrs, handle.signal_pad_ptrs)
+        ]
+        rows = handle.signal_pad_size // (4 * group.size())
+        self.kernels = Workspace(pointers[0], pointers[1], group.rank(), most_programs=rows // 2)
+        self._handle = handle  # the mappings live as long as this
+        self.two_shot = hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out")
+
+    def view_like(self, x: torch.Tensor) -> torch.Tensor:
+        """The beginning of the buffer as a tensor of `x`'s shape and dtype."""
+        return self.buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+
+
+class OneShotCommunicator:
+    """Sums that `eligibility` lets pass go over symmetric memory; `fallback` does the rest."""
+
+    backend = "oneshot"
+
+    def __init__(self, memory: SymmetricWorkspace, fallback: Communicator) -> None:
+        self.memory, self.fallback = memory, fallback
+        self.rank, self.size, self.capturable = fallback.rank, fallback.size, fallback.capturable
+
+    def method(self, tensor: torch.Tensor) -> str:
+        """one-shot, two-shot or fallback."""
+        message = Message(
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.numel() * tensor.element_size(),
+            tensor.dim(),
+            tensor.is_contiguous(),
+            tensor.data_ptr(),
+        )
+        return method_for(message, self.size, self.memory.two_shot)[0]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks: a new tensor, or `fallback`'s."""
+        method = self.method(tensor)
+        if method == "one-shot":
+            from ..kernels.all_reduce import all_reduce
+
+            return all_reduce(tensor, self.memory.kernels)
+        if method == "two-shot":
+            shared, total = self.memory.view_like(tensor), torch.empty_like(tensor)
+            shared.copy_(tensor)
+            torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self.memory.group_name, total)
+            return total
+        return self.fallback.all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[size, *tensor.shape] in rank order."""
+        return self.fallback.all_gather(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """`source`'s tensor, in place."""
+        return self.fallback.broadcast(tensor, source)
+
+    def shift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the rank before this one in the ring."""
+        return self.fallback.shift(tensor)
+
+    def all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        one_plus: bool,
+        cast_first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(s + residual), s + residual) of the sum s over ranks: one kernel where the sum is a one-shot one."""
+        variant = {"one_plus": one_plus, "cast_first": cast_first}
+        if self.method(x) == "one-shot":
+            from ..kernels.all_reduce import all_reduce_add_rms_norm
+
+            return all_reduce_add_rms_norm(x, residual.contiguous(), weight, eps, self.memory.kernels, **variant)
+        from ..kernels.norm import add_rms_norm
+
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps, **variant)
+
+    def close(self) -> None:
+        """Unmap the others' memory, once none of them reads ours."""
+        torch.cuda.synchronize(self.memory.device)
+        self.fallback.all_gather(torch.zeros(1, device=self.memory.device))
+        torch.cuda.synchronize(self.memory.device)
+        del self.memory
+
+
+def agree_on_members(ranks: Sequence[Rank], control: Communicator) -> list[Member]:
+    """The group as every rank of it sees the others' memory."""
+    mine = ranks[control.rank]
+    maps = [
+        other.node == mine.node
+        and (other.index == mine.index or torch.cuda.can_device_access_peer(mine.index, other.index))
+        for other in ranks
+    ]
+    member = Member(control.rank, mine.node, mine.index, maps)
+    said = exchange(control, msgspec.json.encode(member).decode())
+    return [msgspec.json.decode(text, type=Member) for text in said]
+
+
+def make_oneshot(
+    group: dist.ProcessGroup, members: Sequence[Member], device: torch.device, allow_shared: bool, base: Communicator
+) -> OneShotCommunicator:
+    """The backend over `group` (gloo: it only carries handles); raises MgtpError where the group is not eligible."""
+    refusal = group_refusal(members, allow_shared)
+    if refusal:
+        raise MgtpError(refusal, "use --collective nccl or host")
+    return OneShotCommunicator(SymmetricWorkspace(group, device), base)

@@ -1,0 +1,75 @@
+"""`mgtp probe` on ranks of the CPU, and the pure parts: cross-over points and the plot."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from mgtp.cli.latency_plot import latency_svg
+from mgtp.runtime.collectives.crossover import cross_overs
+from mgtp.runtime.messages import CollectiveFigure
+from tests.processes import mgtp
+
+
+@pytest.fixture
+def short_folder():
+    """A short path, for the Unix sockets of runs."""
+    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+        yield Path(folder)
+
+
+def test_ranks_on_the_cpu(short_folder):
+    plot = short_folder / "latency.svg"
+    run = mgtp(short_folder, "probe", "--tp-size", "2", "--device", "cpu", "--plot", str(plot), "--json")
+    result = json.loads(run.out)
+    assert set(result) == {
+        "torch_version", "nccl_version", "driver_version", "devices", "links", "collectives", "choice", "faults"
+    }  # fmt: skip
+    assert [d["rank"] for d in result["devices"]] == [0, 1] and result["links"] == []
+    assert {f["backend"] for f in result["collectives"]} == {"host"}
+    assert [f["size"] for f in result["collectives"]] == [1 << p for p in range(10, 27)]
+    for f in result["collectives"]:
+        assert set(f) == {"backend", "size", "world", "latency", "bandwidth", "verified"}
+        assert f["verified"] and f["world"] == 2 and f["latency"] > 0
+        assert f["bandwidth"] == pytest.approx(f["size"] / f["latency"])
+    assert result["choice"]["backend"] == "host"
+    assert result["choice"]["cross_overs"] == [{"size": 1024, "backend": "host"}]
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--plot", "x.png"), ".png is not .svg"),
+        (("--plot", "/nowhere/x.svg"), "/nowhere is not a folder"),
+        (("--collective", "ring"), "'ring' is unknown"),
+        (("--collective", "nccl", "--tp-size", "2"), "--collective nccl needs GPUs"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(short_folder, options, words):
+    assert words in mgtp(short_folder, "probe", "--device", "cpu", *options, code=2).err
+
+
+def figures(*rows: tuple[str, int, float, bool]) -> list[CollectiveFigure]:
+    return [CollectiveFigure(b, size, 2, seconds, size / seconds, right) for b, size, seconds, right in rows]
+
+
+def test_cross_overs():
+    measured = figures(
+        ("nccl", 1024, 2e-5, True), ("nccl", 2048, 2e-5, True), ("nccl", 4096, 2e-5, True), ("nccl", 8192, 3e-5, True),
+        ("oneshot", 1024, 5e-6, True), ("oneshot", 2048, 1e-5, True), ("oneshot", 4096, 3e-5, True),
+        ("host", 1024, 1e-6, False),
+    )  # fmt: skip
+    found = [(c.size, c.backend) for c in cross_overs(measured)]
+    assert found == [(1024, "oneshot"), (4096, "nccl")], "a wrong sum must not win"
+    assert cross_overs([]) == []
+
+
+def test_the_plot_names_every_backend():
+    svg = latency_svg(figures(("nccl", 1024, 2e-5, True), ("nccl", 2048, 3e-5, True), ("oneshot", 1024, 5e-6, True)))
+    texts = [e.text for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("text")]
+    assert {"nccl", "oneshot", "1 KiB", "10 us"} <= set(texts)

@@ -1,0 +1,107 @@
+"""The one-shot all-reduce, with and without the norm: ranks are forked processes over shared memory, interpreted.
+
+On GPUs tests/cuda/test_collectives.py runs the same kernel over symmetric memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.runtime.kernels import references
+
+SECONDS = 120
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs in test_interpreted.py's own process")
+
+
+def run_ranks(world: int, job: Callable, *args, absent: tuple[int, ...] = ()) -> None:
+    """job(rank, workspace, *args) in a process a rank, but for `absent` ones; raises when one of them did."""
+    from mgtp.runtime.kernels.all_reduce import Workspace
+
+    data = [torch.zeros(1 << 16, dtype=torch.uint8).share_memory_() for _ in range(world)]
+    pads = [torch.zeros(2 * 64 * world, dtype=torch.int32).share_memory_() for _ in range(world)]
+    addresses = [torch.tensor([t.data_ptr() for t in parts]) for parts in (data, pads)]
+    context = multiprocessing.get_context("fork")  # so that addresses are the same in every rank
+    failures = context.SimpleQueue()
+
+    def work(rank: int) -> None:
+        try:
+            job(rank, Workspace(addresses[0], addresses[1], rank, most_programs=2), *args)
+        except BaseException:
+            failures.put(traceback.format_exc())
+
+    ranks = [context.Process(target=work, args=(r,), daemon=True) for r in range(world) if r not in absent]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(SECONDS)
+        assert not process.is_alive(), "a rank waits for ever"
+    assert failures.empty(), failures.get()
+    assert absent or not any(pad.any() for pad in pads), "signals must be left at zero"
+
+
+def parts(world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
+
+
+def sums(rank: int, workspace, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> None:
+    from mgtp.runtime.kernels.all_reduce import all_reduce
+
+    for seed, shape in enumerate(shapes):
+        tensors = parts(workspace.size, shape, dtype, seed)
+        total = all_reduce(tensors[rank], workspace)
+        expected = tensors[0].float()
+        for t in tensors[1:]:
+            expected = expected + t.float()
+        if dtype == torch.bfloat16:  # the interpreter cuts bfloat16 off instead of rounding it
+            assert ((total.float() - expected).abs() <= expected.abs() * torch.finfo(dtype).eps).all()
+        else:
+            assert torch.equal(total, expected.to(dtype)), (shape, dtype)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_sum_is_the_float32_sum_in_rank_order_rounded_once(world, kind):
+    run_ranks(world, sums, DTYPES[kind], [(1, 8), (3, 104), (3, 4096), (1, 8), (2, 4100)])
+
+
+def norms(rank: int, workspace, dtype: torch.dtype) -> None:
+    from mgtp.runtime.kernels.all_reduce import all_reduce_add_rms_norm
+
+    for seed in range(3):
+        tensors = parts(workspace.size, (3, 104), dtype, seed)
+        residual, weight = parts(1, (3, 104), dtype, 50)[0], parts(1, (104,), dtype, 51)[0]
+        for r, w, one_plus in ((residual, weight, False), (None, weight, True), (residual, None, False)):
+            normed, total = all_reduce_add_rms_norm(tensors[rank], r, w, 1e-5, workspace, one_plus=one_plus)
+            s = torch.stack([t.float() for t in tensors]).sum(0).to(dtype)
+            expected, expected_total = references.add_rms_norm(s, r, w, 1e-5, one_plus=one_plus)
+            tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+            assert (normed.float() - expected).norm() / expected.norm() < tolerance
+            assert (total.float() - expected_total).norm() / expected_total.norm() < tolerance
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_all_reduce_add_rms_norm(kind):
+    run_ranks(2, norms, DTYPES[kind])
+
+
+def impatient(rank: int, workspace) -> None:
+    from mgtp.runtime.kernels.all_reduce import all_reduce
+
+    assert all_reduce(torch.ones(1, 8), workspace, patience=3).isnan().all()
+
+
+def test_a_rank_that_does_not_come_makes_nan_not_a_wrong_sum():
+    run_ranks(3, impatient, absent=(1,))
