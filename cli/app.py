@@ -105,6 +105,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         _abandon_stdout()  # the reader of stdout has gone: nothing is left to say
         return 1
+    except OSError as error:
+        _abandon_stdout()  # it may be the one that is full
+        name = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{name}{error.strerror or error}", "check the disk and the permissions, or --debug", 1, debug)
     except Exception as error:  # a fault of ours: still one line
         return _fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,6 +29,7 @@ from .launching import (
     launch_options,
     open_set,
 )
+from .nodes import open_node_set, refuse_for_nodes
 
 if TYPE_CHECKING:
     from socket import socket
@@ -89,6 +91,11 @@ def serve(
     block_size: BlockSizeOption = None,
     enforce_eager: EnforceEagerOption = False,
     step_timeout: StepTimeoutOption = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines that run the ranks together (docs/multi-node.md).")] = 1,
+    node_rank: Annotated[int | None, typer.Option(help="Which of them this is; requests go to 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Node 0's address; it and the next two ports are used.")
+    ] = None,
 ) -> None:
     """Serve a shard set over HTTP, in OpenAI's form, one process per device.
 
@@ -113,6 +120,7 @@ def serve(
         enforce_eager=enforce_eager,
         step_timeout=step_timeout,
     )
+    from ..runtime.launch.node import run_node
     from ..runtime.launch.start import check_sizes
     from ..runtime.server.life import bind
     from ..runtime.server.options import ServerOptions
@@ -133,8 +141,17 @@ def serve(
         max_body_bytes=max_body_bytes,
     )
     set_up_logging(ctx.obj.log_level, log_format)
-    sock = bind(host, port)
-    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
+    if nnodes > 1 or node_rank is not None or rendezvous is not None:
+        refuse_for_nodes(restart=limit > 0, dtype=dtype, revision=revision, verify=verify_on_load)
+        shard_set, cluster = open_node_set(directory, tp_size, nnodes, node_rank, rendezvous)
+        launch = replace(launch, cluster=cluster)
+        if cluster.node > 0:
+            run_node(shard_set, launch)
+            return
+        sock = bind(host, port)
+    else:
+        sock = bind(host, port)
+        shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     check_sizes(shard_set, launch)
     _run(shard_set, launch, options, sock)
 

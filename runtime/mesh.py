@@ -87,14 +87,14 @@ class Mesh:
 
 
 def join(options: RankOptions, rank: int, device: torch.device, folder: Path) -> Mesh:
-    """Meet the other ranks of a run through a file in its folder."""
+    """Meet the other ranks of a run where its options say, or through a file in its folder."""
     sizes = {"tp": options.tp_size, "cp": options.cp_size}
     return create_mesh(
         sizes,
         device,
         backends=parse_collective(options.collective, list(sizes)),
         allow_shared_device=options.allow_shared_device,
-        init_method=f"file://{folder}/rendezvous",
+        init_method=options.rendezvous or f"file://{folder}/rendezvous",
         rank=rank,
         timeout=options.collective_timeout,
     )

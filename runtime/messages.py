@@ -122,6 +122,12 @@ class AxisInfo(msgspec.Struct):
     reason: str = ""
 
 
+class Notice(msgspec.Struct, tag=True):
+    """Rank -> front: something a user should know of; the rank goes on."""
+
+    text: str
+
+
 class Ready(msgspec.Struct, tag=True):
     """Rank -> front: loaded and warm. Bytes and seconds are measured; `kv_cache_tokens` is what the cache holds.
 
@@ -235,4 +241,6 @@ class Failed(msgspec.Struct, tag=True):
 
 FrontMessage = Request | Abort | MeasureMemory | MeasureCeiling | Stop
 StepMessage = Step | MeasureMemory | MeasureCeiling | Stop
-RankMessage = Stage | Ready | Tokens | RequestFailed | MemoryReport | CeilingReport | DeviceReport | Stats | Failed
+RankMessage = (
+    Stage | Notice | Ready | Tokens | RequestFailed | MemoryReport | CeilingReport | DeviceReport | Stats | Failed
+)

@@ -14,6 +14,9 @@ class RankOptions(msgspec.Struct, frozen=True):
     `enforce_eager` launches every kernel of a step by itself instead of replaying a graph. With `dummy_weights`,
     `shard_set` is a config.json or its folder, and the weights are random.
 
+    On several nodes, `steps` is where followers get their steps and `rendezvous` where torch.distributed meets; empty:
+    in the run's folder. `fingerprint` is the shard set's.
+
     Seconds: `step_timeout` is how long a step may take; `collective_timeout`, how long a rank waits in a collective
     when nobody ends it, is longer than any stage.
     """
@@ -33,6 +36,9 @@ class RankOptions(msgspec.Struct, frozen=True):
     collective_timeout: float = 1200.0
     collective: str = "auto"
     log_level: str = "info"
+    fingerprint: str = ""
+    steps: str = ""
+    rendezvous: str = ""
     enforce_eager: bool = False
     dummy_weights: bool = False
 

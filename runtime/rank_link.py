@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from ..shardplan.errors import MgtpError
+from ..shardplan.errors import MgtpError, RankError
+from . import secure_sockets
 from .messages import Failed, FrontMessage, RankMessage, Stage, StepMessage
 from .options import RankOptions
 from .stages import SPAWN, stage_file
+
+SECRET_VARIABLE = "MGTP_CLUSTER_SECRET"
+GREETING_SECONDS = 30
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -32,14 +37,34 @@ class RankLink:
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.PUSH)
         self._front.connect(f"ipc://{self.folder}/front")
-        self._incoming = self._context.socket(zmq.PULL)
         self._decoder = msgspec.msgpack.Decoder(FrontMessage if self.rank == 0 else StepMessage)
-        self._incoming.bind(f"ipc://{self.folder}/{'leader' if self.rank == 0 else f'follower-{self.rank}'}")
-        self._followers = []
-        for rank in range(1, self.options.tp_size) if self.rank == 0 else ():
-            socket = self._context.socket(zmq.PUSH)
-            socket.connect(f"ipc://{self.folder}/follower-{rank}")
-            self._followers.append(socket)
+        self._followers: list[bytes] = []
+        if self.rank == 0:
+            self._incoming = self._context.socket(zmq.PULL)
+            self._incoming.bind(f"ipc://{self.folder}/leader")
+            self._open_steps()
+        else:
+            self._incoming = self._context.socket(zmq.DEALER)
+            self._incoming.setsockopt(zmq.IDENTITY, _identity(self.rank))
+            self._attach(secure_sockets.connect, self._incoming)
+            self._incoming.send(b"")  # whom the leader has not heard of it cannot reach
+
+    def _open_steps(self) -> None:
+        """Leader: the socket from which followers get their steps."""
+        self._steps = self._context.socket(zmq.ROUTER)
+        self._steps.setsockopt(
+            zmq.SNDHWM, 0
+        )  # a router drops what it may not keep; collectives bound what is under way
+        self._attach(secure_sockets.listen, self._steps)
+
+    def _attach(self, securely: Callable[[zmq.Socket, str, str], None], socket: zmq.Socket) -> None:
+        """Bind (leader) or connect the socket for steps: within the run's folder, or encrypted between nodes."""
+        if self.options.steps:
+            securely(socket, self.options.steps, os.environ[SECRET_VARIABLE])
+        elif self.rank == 0:
+            socket.bind(f"ipc://{self.folder}/steps")
+        else:
+            socket.connect(f"ipc://{self.folder}/steps")
 
     @classmethod
     def from_environment(cls) -> RankLink:
@@ -64,10 +89,23 @@ class RankLink:
 
     def send_step(self, message: StepMessage) -> None:
         """Leader: tell every follower."""
-        if self._followers:
-            content = self._encoder.encode(message)
-            for socket in self._followers:
-                socket.send(content)
+        if self.options.num_ranks == 1:
+            return
+        content = self._encoder.encode(message)
+        for follower in self._followers or self._meet_followers():
+            self._steps.send_multipart((follower, content))
+
+    def _meet_followers(self) -> list[bytes]:
+        """Wait for the greeting of every follower. They are all running, so it is there or on its way."""
+        expected = {_identity(rank) for rank in range(1, self.options.num_ranks)}
+        seen: set[bytes] = set()
+        while seen < expected:
+            if not self._steps.poll(GREETING_SECONDS * 1000):
+                missing = min(int.from_bytes(i[1:], "big") for i in expected - seen)
+                raise RankError(f"rank {missing} does not take steps", "check the network between the nodes")
+            seen.add(self._steps.recv_multipart()[0])
+        self._followers = sorted(expected)
+        return self._followers
 
     def receive(self, timeout: float | None = None) -> FrontMessage | StepMessage | None:
         """The next message, or None after `timeout` seconds (None: wait for ever, the front ends a rank it gives up)."""
@@ -96,6 +134,11 @@ class RankLink:
     def close(self) -> None:
         """Flush what was said, for a second at most, and close."""
         self._context.destroy(linger=1000)
+
+
+def _identity(rank: int) -> bytes:
+    """How a follower's socket is called. (A first byte of zero is ZeroMQ's own.)"""
+    return b"r" + rank.to_bytes(4, "big")
 
 
 def is_collective(error: BaseException) -> bool:

@@ -26,6 +26,7 @@ from .messages import (
     MeasureCeiling,
     MeasureMemory,
     MemoryReport,
+    Notice,
     Ready,
     Request,
     SequenceStep,
@@ -37,7 +38,7 @@ from .messages import (
 from .rank_link import RankLink
 from .runner import Place, Runner
 from .scheduler import Scheduler
-from .self_test import check_collectives
+from .self_test import check_collectives, unequal_memory
 from .weights import Weights, map_file, read_to_device
 
 CONTEXT_SAMPLE_BYTES = 1 << 20
@@ -52,6 +53,7 @@ class RankWorker:
 
     def __init__(self, link: RankLink) -> None:
         self.link, self.options, self.rank = link, link.options, link.rank
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         path, tp_size = Path(self.options.shard_set), self.options.tp_size
         dummy = self.options.dummy_weights
         self.shard_set = dummy_shard_set(path, tp_size) if dummy else ShardSet.open(path, ranks=[self.rank])
@@ -61,13 +63,14 @@ class RankWorker:
     def run(self) -> None:
         """Start up, then serve until told to stop."""
         self.link.stage(stages.DEVICE)
-        device = mesh.bind_device(self.options, int(os.environ.get("LOCAL_RANK", self.rank)))
+        device = mesh.bind_device(self.options, self.local_rank)
         self.link.stage(stages.RENDEZVOUS)
         self.mesh = mesh.join(self.options, self.rank, device, self.link.folder)
         self.place = Place(device, self.mesh.tp)
         self.link.stage(stages.SELF_TEST)
         for communicator in dict.fromkeys(self.mesh.axes.values()):
             check_collectives(communicator, device)
+        self.compare_memory()
         self.link.stage(stages.LOAD)
         begin = time.monotonic()
         self.load()
@@ -93,6 +96,14 @@ class RankWorker:
         self.link.enter(stages.RUNNING)
         self.lead() if self.rank == 0 else self.follow()
         self.mesh.close()
+
+    def compare_memory(self) -> None:
+        """Leader: tell the user when other programs hold memory of some ranks' GPUs."""
+        if self.place.device.type == "cuda" and len(set(self.options.devices)) == len(self.options.devices):
+            free = torch.tensor([memory.take_snapshot(self.place.device).free], device=self.place.device)
+            text = unequal_memory(self.mesh.tp.all_gather(free).flatten().tolist())
+            if text is not None and self.rank == 0:
+                self.link.send(Notice(text))
 
     def load(self) -> None:
         """Map the rank's file (CPU) or copy it to the device as one block, and build the model on it."""
@@ -138,7 +149,7 @@ class RankWorker:
     def cache_budget(self) -> int:
         """Bytes that this rank's KV cache may take: as asked for, else a part of what is free."""
         free, on_cpu = memory.take_snapshot(self.place.device).free, self.place.device.type == "cpu"
-        sharers = self.options.tp_size if on_cpu else self.options.devices.count(self.options.devices[self.rank])
+        sharers = self.options.tp_size if on_cpu else self.options.devices.count(self.options.devices[self.local_rank])
         asked = self.options.kv_cache_bytes
         if asked is None and on_cpu:
             return int(free * CPU_MEMORY_FRACTION) // sharers

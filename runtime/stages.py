@@ -15,7 +15,7 @@ SPAWN, IMPORT, DEVICE, RENDEZVOUS, SELF_TEST, LOAD, WARM_UP = ORDER = (
 )
 RUNNING = "running"
 
-SECONDS = {SPAWN: 60.0, IMPORT: 300.0, DEVICE: 120.0, RENDEZVOUS: 120.0, SELF_TEST: 60.0, LOAD: 120.0, WARM_UP: 600.0}
+SECONDS = {SPAWN: 60.0, IMPORT: 300.0, DEVICE: 120.0, RENDEZVOUS: 300.0, SELF_TEST: 60.0, LOAD: 120.0, WARM_UP: 600.0}
 """Limits that only something broken exceeds; loading gets more time with the size of the file."""
 
 SLOWEST_READ = 20e6

@@ -112,15 +112,12 @@ def run(case: Case, folder: Path, shard_set: str) -> float:
     return time.monotonic() - begin
 
 
-def _start(case: Case, folder: Path, shard_set: str) -> subprocess.Popen[str]:
-    faults = {"MGTP_TEST_FAULT": f"{case.rank}:{case.stage}:{case.fault}"}
-    if case.fault == "hang" and case.stage in HANG_SECONDS:
-        faults["MGTP_TEST_STAGE_SECONDS"] = str(HANG_SECONDS[case.stage])
-    command = [sys.executable, "-m", "tests.faulty_front", case.command, shard_set, "--device", "cpu"]
-    variables = environment(folder, **faults)
+def start_faulty(fault: str, folder: Path, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+    """`mgtp` with `arguments`, one of its ranks having a fault of tests/faulty_rank.py."""
+    variables = environment(folder, MGTP_TEST_FAULT=fault, **extra)
     variables["PYTHONPATH"] = f"{REPOSITORY}:{variables.get('PYTHONPATH', '')}"
     return subprocess.Popen(
-        [*command, *COMMANDS[case.command]],
+        [sys.executable, "-m", "tests.faulty_front", *arguments],
         env=variables,
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
@@ -128,6 +125,13 @@ def _start(case: Case, folder: Path, shard_set: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def _start(case: Case, folder: Path, shard_set: str) -> subprocess.Popen[str]:
+    limit = str(HANG_SECONDS.get(case.stage, "")) if case.fault == "hang" else ""
+    extra = {"MGTP_TEST_STAGE_SECONDS": limit} if limit else {}
+    arguments = (case.command, shard_set, "--device", "cpu", *COMMANDS[case.command])
+    return start_faulty(f"{case.rank}:{case.stage}:{case.fault}", folder, *arguments, **extra)
 
 
 def _ask(process: subprocess.Popen[str]) -> str:

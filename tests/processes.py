@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMAND_SECONDS = 120
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -27,11 +28,12 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
     return {**clean, "TMPDIR": str(folder), **extra}
 
 
-def start(folder: Path, *arguments: str, **extra: str) -> subprocess.Popen[str]:
-    """`mgtp` with `arguments`, its run folders under `folder`."""
+def start(folder: Path, *arguments: str, module: str = "mgtp.cli", **extra: str) -> subprocess.Popen[str]:
+    """`mgtp` with `arguments`, its run folders under `folder`; `module` stands in for the program."""
     return subprocess.Popen(
-        [sys.executable, "-m", "mgtp.cli", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=environment(folder, **extra),
+        cwd=REPOSITORY if module.startswith("tests.") else None,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -64,7 +64,7 @@ class AsyncRanks:
         inquest = Inquest(self.group.ranks, [message] if message is not None else [])
         while not inquest.is_closed:
             inquest.add(await self._poll())
-        return inquest.verdict()
+        return self.group.note(inquest.verdict())
 
     async def stalled_step(self) -> RankError:
         """The error for a step that does not end."""
@@ -85,7 +85,7 @@ async def start_ranks(
     """`start.start_ranks` on an event loop. It runs in the main thread, with which the ranks end."""
     group = spawn_ranks(shard_set, options)
     ranks = AsyncRanks(group)
-    start = StartUp(group, start_limits(shard_set), on_stage)
+    start = StartUp(group, start_limits(shard_set, options.cluster), on_stage)
     try:
         while not start.done:
             start.note(await ranks.receive(start.patience))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Sequence
 
 from ...shardplan.errors import RankError
 from ..messages import Failed
 from .rank_process import STACK_SECONDS, RankProcess
+from .remote_rank import RemoteRank
 
 log = logging.getLogger("mgtp.launch")
+
+Rank = RankProcess | RemoteRank
 
 OWN_WORDS_SECONDS = 0.5
 """How long a rank that has ended may take to be heard."""
@@ -23,7 +25,7 @@ CAUSE_SECONDS = 3.0
 class Inquest:
     """Collects what ranks say once one has failed, until the cause is known or no more is to be expected."""
 
-    def __init__(self, ranks: Sequence[RankProcess], failures: Sequence[Failed] = ()) -> None:
+    def __init__(self, ranks: Sequence[Rank], failures: Sequence[Failed] = ()) -> None:
         self._ranks, self._failures = ranks, list(failures)
         self._begin = time.monotonic()
 
@@ -49,7 +51,7 @@ class Inquest:
     def _silent(self) -> list[RankProcess]:
         """Ranks that ended without a word."""
         spoke = {f.rank for f in self._failures}
-        return [e for e in self._ranks if e.rank not in spoke and e.has_exited]
+        return [e for e in self._ranks if isinstance(e, RankProcess) and e.rank not in spoke and e.has_exited]
 
     def verdict(self) -> RankError:
         """The error of the rank that failed first: its own words, or how it ended and the end of its stderr."""
@@ -60,7 +62,7 @@ class Inquest:
         return self._spoken(self._failures[0])
 
     def _spoken(self, failure: Failed) -> RankError:
-        _show_tail(next((e for e in self._ranks if e.rank == failure.rank), None))
+        show_tail(next((e for e in self._ranks if e.rank == failure.rank), None))
         error = RankError(f"rank {failure.rank} failed in stage {failure.stage!r}: {failure.message}", failure.hint)
         error.exit_code = failure.exit_code
         return error
@@ -68,8 +70,8 @@ class Inquest:
 
 def silent_error(entry: RankProcess) -> RankError:
     """The error for a rank that ended without saying why."""
-    tail = _show_tail(entry)
-    killed = entry.process.returncode == -signal.SIGKILL
+    tail = show_tail(entry)
+    killed = entry.how_it_ended.endswith("SIGKILL")
     hint = (
         "the kernel may have run out of memory: see dmesg" if killed else "run again with --debug to see all it prints"
     )
@@ -77,15 +79,16 @@ def silent_error(entry: RankProcess) -> RankError:
     return RankError(f"rank {entry.rank} {entry.how_it_ended} in stage {entry.last_stage!r}{last}", hint)
 
 
-def stalled_error(ranks: Sequence[RankProcess], what: str) -> RankError:
+def stalled_error(ranks: Sequence[Rank], what: str) -> RankError:
     """The error when nothing comes from `ranks` any more, naming those on which the others wait.
 
     Every rank is asked where its Python is: one that waits in a collective is not the one that is late.
     """
     _ask_for_stacks(ranks)
-    late = [e for e in ranks if not e.waits_for_others] or list(ranks)
+    late = [e for e in ranks if e.waits_for_others is False]
+    late = late or [e for e in ranks if e.waits_for_others is None] or list(ranks)
     for entry in late:
-        _show_tail(entry)
+        show_tail(entry)
     numbers = ", ".join(str(e.rank) for e in late)
     name = f"rank {numbers}" if len(late) == 1 else f"ranks {numbers}"
     place = _place(late[0])
@@ -94,21 +97,22 @@ def stalled_error(ranks: Sequence[RankProcess], what: str) -> RankError:
     )
 
 
-def _ask_for_stacks(ranks: Sequence[RankProcess]) -> None:
+def _ask_for_stacks(ranks: Sequence[Rank]) -> None:
     for entry in ranks:
         entry.ask_for_stack()
     deadline = time.monotonic() + STACK_SECONDS
-    while time.monotonic() < deadline and not all(e.stack for e in ranks):
+    while time.monotonic() < deadline and not all(e.stack for e in ranks if isinstance(e, RankProcess)):
         time.sleep(0.05)
     time.sleep(0.05)  # the rest of the last stack
 
 
-def _place(entry: RankProcess) -> str:
+def _place(entry: Rank) -> str:
     """The innermost frame of a late rank: ', at FILE:LINE in NAME'."""
     return f", at {entry.stack[0]}" if entry.stack else ", and does not say where it is"
 
 
-def _show_tail(entry: RankProcess | None) -> list[str]:
+def show_tail(entry: Rank | None) -> list[str]:
+    """Log the end of a rank's stderr, which is also returned."""
     tail = entry.last_words() if entry is not None else []
     for line in tail:
         log.error("rank %d: %s", entry.rank if entry is not None else -1, line)

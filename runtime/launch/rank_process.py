@@ -23,7 +23,7 @@ STOPPED_SECONDS = 0.5
 STACK_SECONDS = 1.0
 _STACK_HEAD, _FRAME_BEGIN = "(most recent call first):", '  File "'
 _FRAME = re.compile(r'  File "(?:.*/)?([^/]+/[^/]+)", line (\d+) in (.+)')
-_WAITING = ("distributed_c10d.py", "communicator", "rank_link.py")
+_WAITING = ("distributed_c10d.py", "communicator", "collectives/", "rank_link.py")
 """Files in which a rank waits for others."""
 
 
@@ -57,6 +57,11 @@ class RankProcess:
     def has_exited(self) -> bool:
         """Whether the process has ended."""
         return self.process.poll() is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process has ended badly, or is suspended."""
+        return self.process.poll() not in (None, 0) or self.is_stopped()
 
     @property
     def last_stage(self) -> str:
@@ -94,7 +99,7 @@ class RankProcess:
             self.process.send_signal(signal.SIGUSR1)
 
     @property
-    def waits_for_others(self) -> bool:
+    def waits_for_others(self) -> bool | None:
         """Whether the stack shows a rank in a collective, or waiting to be told what to do."""
         return any(name in frame for frame in self.stack[:3] for name in _WAITING)
 

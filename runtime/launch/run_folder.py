@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from ...shardplan.errors import MgtpError
+
 _PREFIX = "mgtp-"
 _OWNER = "owner"
 
@@ -14,8 +16,17 @@ _OWNER = "owner"
 def create_run_folder() -> Path:
     """A new 0700 folder with a short path: a Unix socket's path holds 107 bytes."""
     remove_stale()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
-    (folder / _OWNER).write_text(_identity(os.getpid()))
+    base = _base()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        try:
+            (folder / _OWNER).write_text(_identity(os.getpid()))
+        except BaseException:
+            remove_run_folder(folder)
+            raise
+    except OSError as error:
+        hint = "make room there, or let XDG_RUNTIME_DIR or TMPDIR name another folder"
+        raise MgtpError(f"{base}: {error.strerror}", hint) from None
     return folder
 
 
@@ -32,7 +43,7 @@ def remove_stale() -> None:
                 continue
             owner = (folder / _OWNER).read_text()
         except OSError:
-            continue
+            continue  # another program's, or one that is being made
         pid = owner.split(" ")[0]
         if pid.isdecimal() and owner != _identity(int(pid)):
             remove_run_folder(folder)

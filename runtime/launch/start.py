@@ -13,13 +13,15 @@ from ...shardplan.shard_set import ShardSet
 from ..cache_layout import DEFAULT_BLOCK_SIZE
 from ..capacity import CacheDemand, plan_blocks
 from ..collectives.request import check_placement, parse_collective
-from ..messages import RankMessage, Ready, Stage
+from ..messages import Notice, RankMessage, Ready, Stage
 from ..options import RankOptions
 from ..stages import RUNNING, SPAWN, STEP_SECONDS, position, stage_limits
 from . import group as group_module
-from .devices import describe, place_ranks
+from .cluster import Cluster
+from .devices import Placement, describe, place_ranks
 from .first_cause import stalled_error
 from .group import RankGroup
+from .node_messages import JOIN_SECONDS
 from .patience import Patience
 
 log = logging.getLogger("mgtp.launch")
@@ -47,6 +49,7 @@ class LaunchOptions:
     kv_cache_bytes: int | None = None
     step_timeout: float | None = None
     log_level: str = "info"
+    cluster: Cluster | None = None
 
 
 @dataclass
@@ -66,7 +69,7 @@ def start_ranks(
     Everything that can be refused is refused before a process is started. Raises UsageError, DeviceError or RankError.
     """
     group = spawn_ranks(shard_set, options)
-    start = StartUp(group, start_limits(shard_set), on_stage)
+    start = StartUp(group, start_limits(shard_set, options.cluster), on_stage)
     try:
         while not start.done:
             start.note(group.receive(start.patience))
@@ -76,23 +79,31 @@ def start_ranks(
     return start.result()
 
 
-def start_limits(shard_set: ShardSet) -> dict[str, float]:
+def start_limits(shard_set: ShardSet, cluster: Cluster | None = None) -> dict[str, float]:
     """How long each stage may take for the ranks of `shard_set`, in seconds."""
-    return stage_limits(max(rank.bytes for rank in shard_set.plan.ranks))
+    limits = stage_limits(max(rank.bytes for rank in shard_set.plan.ranks))
+    return limits if cluster is None else {**limits, SPAWN: JOIN_SECONDS}
+
+
+def place_local_ranks(shard_set: ShardSet, options: LaunchOptions) -> Placement:
+    """A device for every rank of this node; raises UsageError or DeviceError when there are too few."""
+    cluster, num_ranks = options.cluster, shard_set.plan.tp_size
+    here = num_ranks if cluster is None else len(cluster.ranks_of(cluster.node, num_ranks))
+    devices = None if options.devices is None else list(options.devices)
+    placement = place_ranks(here, options.device, devices, options.allow_shared_device)
+    log.info(describe(placement, options.device))
+    return placement
 
 
 def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
     """Start a process for every rank, on the device it is given; raises UsageError or DeviceError before that."""
     check_sizes(shard_set, options)
-    tp_size = shard_set.plan.tp_size
-    devices = None if options.devices is None else list(options.devices)
-    placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device)
-    log.info(describe(placement, options.device))
+    placement, cluster = place_local_ranks(shard_set, options), options.cluster
     step_timeout = options.step_timeout or STEP_SECONDS[placement.device]
     check_placement(parse_collective(options.collective, ["tp"]), placement.device, placement.indices)
     rank_options = RankOptions(
         shard_set=str(shard_set.path.resolve()),
-        tp_size=tp_size,
+        tp_size=shard_set.plan.tp_size,
         device=placement.device,
         devices=list(placement.indices),
         allow_shared_device=options.allow_shared_device,
@@ -105,10 +116,13 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
         dummy_weights=options.dummy_weights,
         kv_cache_bytes=options.kv_cache_bytes,
         step_timeout=step_timeout,
-        collective_timeout=max(step_timeout, *start_limits(shard_set).values()) + COLLECTIVE_MARGIN,
+        collective_timeout=max(step_timeout, *start_limits(shard_set, cluster).values()) + COLLECTIVE_MARGIN,
         log_level=options.log_level,
+        fingerprint=shard_set.plan.fingerprint,
+        steps=cluster.steps if cluster is not None else "",
+        rendezvous=cluster.rendezvous if cluster is not None else "",
     )
-    return RankGroup(rank_options, group_module.RANK_MODULE)
+    return RankGroup(rank_options, group_module.RANK_MODULE, cluster)
 
 
 def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
@@ -161,10 +175,12 @@ class StartUp:
         """Take a message into account; None says that time ran out, which raises RankError."""
         if message is None:
             late = [e for e in self.group.ranks if e.stage == self.stage]
-            raise stalled_error(late, f"is not ready after {self.limits[self.stage]:g} s")
+            raise self.group.note(stalled_error(late, f"is not ready after {self.limits[self.stage]:g} s"))
         if isinstance(message, Ready):
             self._ready[message.rank] = message
             self._enter(message.rank, RUNNING)
+        elif isinstance(message, Notice):
+            log.warning(message.text)
         elif isinstance(message, Stage):
             self._enter(message.rank, message.name)
             if self.on_stage is not None:

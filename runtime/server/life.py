@@ -83,7 +83,7 @@ class Life:
         """Serve until a signal has been handled; the exit code. Raises MgtpError when ranks do not start or one fails."""
         loop = asyncio.get_running_loop()
         self._asked, self._hurried = asyncio.Event(), asyncio.Event()
-        for number in _SIGNALS:
+        for number in (n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN):  # nohup ignores SIGHUP
             loop.add_signal_handler(number, self._on_signal, number)
         log.info("listening on %s", self._address())
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]))

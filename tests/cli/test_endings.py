@@ -1,0 +1,186 @@
+"""How runs end, however they are ended: signals at every stage, Ctrl-Z, readers that stop, disks that are full."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mgtp.runtime.launch import run_folder as run_folder_module
+from mgtp.runtime.stages import ORDER, RUNNING, SPAWN
+from tests.fault_matrix import start_faulty
+from tests.processes import assert_nothing_left, environment, mgtp, rank_pids, start, wait_for_ranks
+from tests.servers import wait_for
+
+END_SECONDS = 15
+"""The promise is 5 s; a busy machine gets more."""
+
+GENERATE = ("--prompt", "x", "--ignore-eos", "--device", "cpu", "--temperature", "0")
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143, signal.SIGKILL: -9}
+MATRIX = [(stage, number) for stage in (*ORDER, RUNNING) for number in CODES]
+SHARE = random.Random(3).sample(MATRIX, 5)
+
+
+@pytest.fixture
+def run_folder():
+    """Shorter than pytest's own: the paths of Unix sockets are limited."""
+    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def shard_set(tiny_checkpoint, sharded):
+    return sharded(tiny_checkpoint("long32k"), 2)
+
+
+def signal_at_stage(stage: str, number: int, folder: Path, shard_set: str, monkeypatch) -> None:
+    """Hold the ranks in a stage, send the front a signal, and see that nothing is left."""
+    process = start_faulty(f"1:{stage}:hang", folder, "generate", shard_set, *GENERATE, "--max-tokens", "100")
+    try:
+        wait_for_ranks(folder, 2)
+        if stage != SPAWN:
+            wait_for(lambda: _stage_of_rank_1(folder) == stage or None, 60, process)
+        begin = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == CODES[signal.Signals(number)], err
+    assert "Traceback" not in err
+    wait_for(lambda: None if rank_pids(folder) else True, END_SECONDS)
+    assert time.monotonic() - begin < END_SECONDS
+    if number == signal.SIGKILL:  # its folder could not be removed: the next run does
+        monkeypatch.setattr(run_folder_module, "_base", lambda: folder)
+        run_folder_module.remove_stale()
+    assert_nothing_left(folder)
+
+
+def _stage_of_rank_1(folder: Path) -> str | None:
+    return next((p.read_text() for p in folder.glob("mgtp-*/stage-1")), None)
+
+
+@pytest.mark.parametrize(("stage", "number"), SHARE)
+def test_signals_to_the_front(stage, number, run_folder, shard_set, monkeypatch):
+    signal_at_stage(stage, number, run_folder, shard_set, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stage", "number"), MATRIX)
+def test_every_signal_at_every_stage(stage, number, run_folder, shard_set, monkeypatch):
+    signal_at_stage(stage, number, run_folder, shard_set, monkeypatch)
+
+
+def test_a_front_that_was_suspended_goes_on(run_folder, shard_set):
+    """Ctrl-Z for longer than a step may take: that time does not count."""
+    options = (*GENERATE, "--max-tokens", "2000", "--step-timeout", "3")
+    run = start(run_folder, "generate", shard_set, *options)
+    assert run.stdout is not None
+    assert run.stdout.read(1)
+    run.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    run.send_signal(signal.SIGCONT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    assert len(out) > 1000
+    assert_nothing_left(run_folder)
+
+
+def test_nohup(run_folder, shard_set):
+    """A signal that was ignored when the program began stays ignored."""
+    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "500"]
+    shell = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command]
+    run = subprocess.Popen(shell, env=environment(run_folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stdout.read(1)
+    run.send_signal(signal.SIGHUP)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+
+
+def test_a_reader_that_stops(run_folder, shard_set):
+    """Nothing can be written any more; a signal ends the run all the same."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "30000"]
+    run = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    wait_for(lambda: _is_full(ours) or None, 60)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(END_SECONDS) == 143
+    os.close(ours)
+    run.communicate()
+    assert_nothing_left(run_folder)
+
+
+def _is_full(fd: int) -> bool:
+    import array
+    import termios
+
+    count = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, count)
+    return count[0] > 3500
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_full_disks(run_folder, shard_set):
+    """A log that cannot be written harms nothing; a result that cannot is an error of one line."""
+    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "5"]
+    with open("/dev/full", "w") as full:
+        for out, err in ((subprocess.PIPE, full), (full, subprocess.PIPE)):
+            run = subprocess.run(command, env=environment(run_folder), stdout=out, stderr=err, text=True, timeout=120)
+            if out is subprocess.PIPE:
+                assert run.returncode == 0 and run.stdout
+            else:
+                assert run.returncode == 1
+                assert run.stderr.splitlines()[-2] == "error: No space left on device"
+    assert_nothing_left(run_folder)
+
+
+def unshare(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a shell script with mounts of its own; skips where that is not permitted."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("mounts of one's own are not permitted here")
+    command = ["unshare", "-m", "sh", "-ec", script]
+    return subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=120)
+
+
+def test_shared_memory_too_small(run_folder, shard_set):
+    """Ranks on the CPU need none."""
+    arguments = f"generate {shard_set} {' '.join(GENERATE)} --max-tokens 5"
+    run = unshare(f"mount -t tmpfs -o size=4k x /dev/shm; {sys.executable} -m mgtp.cli {arguments}", run_folder)
+    assert run.returncode == 0, run.stderr
+
+
+def test_no_room_for_the_run_folder(run_folder, shard_set):
+    arguments = f"generate {shard_set} {' '.join(GENERATE)} --max-tokens 5"
+    mount = "mount -t tmpfs -o size=4k,nr_inodes=1 x /mnt"
+    run = unshare(f"{mount}; XDG_RUNTIME_DIR=/mnt {sys.executable} -m mgtp.cli {arguments}", run_folder)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-2:] == [
+        "error: /mnt: No space left on device",
+        "hint: make room there, or let XDG_RUNTIME_DIR or TMPDIR name another folder",
+    ]
+
+
+def test_waiting_is_by_the_monotonic_clock():
+    """A clock that is set must not end or prolong a wait; wall-clock time goes into documents and ages of files."""
+    root = Path(run_folder_module.__file__).resolve().parents[2]
+    files = [p for part in ("cli", "runtime") for p in (root / part).rglob("*.py") if p.name != "cache.py"]
+    assert not [p for p in files if "time.time()" in p.read_text().replace("int(time.time())", "")]
+
+
+def test_a_second_run_is_not_disturbed_by_the_death_of_a_first(run_folder, shard_set):
+    first = start(run_folder, "generate", shard_set, *GENERATE, "--max-tokens", "30000")
+    wait_for_ranks(run_folder, 2)
+    first.kill()
+    first.communicate()
+    mgtp(run_folder, "generate", shard_set, *GENERATE, "--max-tokens", "5")
