@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ...shardplan.errors import RankError
 from ..messages import Failed
+from .node_messages import SILENCE_SECONDS
 from .rank_process import STACK_SECONDS, RankProcess
 from .remote_rank import RemoteRank
 
@@ -28,6 +29,8 @@ class Inquest:
     def __init__(self, ranks: Sequence[Rank], failures: Sequence[Failed] = ()) -> None:
         self._ranks, self._failures = ranks, list(failures)
         self._begin = time.monotonic()
+        nodes = any(isinstance(e, RemoteRank) for e in ranks)  # one that is gone is known by its silence
+        self._cause_seconds = CAUSE_SECONDS + (SILENCE_SECONDS if nodes else 0)
 
     def add(self, message: object) -> None:
         """Another message from a rank."""
@@ -39,7 +42,7 @@ class Inquest:
         """Whether there is nothing to wait for any more."""
         if self._own:
             return True
-        seconds = OWN_WORDS_SECONDS if self._silent else CAUSE_SECONDS
+        seconds = OWN_WORDS_SECONDS if self._silent else self._cause_seconds
         return time.monotonic() - self._begin >= seconds
 
     @property
