@@ -86,7 +86,7 @@ def _secret() -> str:
 
 def _resolve(host: str, given: str) -> str:
     try:
-        return socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        return str(socket.getaddrinfo(host.strip("[]"), None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UsageError(
             f"--rendezvous {given!r} cannot be resolved: {error}", "use an IPv4 address of node 0"

@@ -127,7 +127,7 @@ def _run_ranks(options: RankOptions, cluster: Cluster, link: FrontLink) -> None:
             message = group.poll()
             if isinstance(message, Stage):
                 local[message.rank].stage = message.name
-            for each in ([message] if message is not None else []) + watch.failures(message):
+            for each in (*([message] if message is not None else []), *watch.failures(message)):
                 link.send(FromRank(each))
         if end.cause:
             raise RankError(f"node 0 ended the run: {end.cause}", "see what node 0 says")
