@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..shardplan.errors import UsageError
 from .app import app
 from .launching import (
     BlockSizeOption,
@@ -52,23 +53,29 @@ def bench(
     block_size: BlockSizeOption = None,
     enforce_eager: EnforceEagerOption = False,
     step_timeout: StepTimeoutOption = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Also time the collectives of a decode step, on their own.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure decode steps, prefill and an offline run through the engine that serves, beside what the device allows.
 
-    JSON: device, tp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill, throughput.
+    JSON: device, tp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill,
+    throughput, collectives (with --collectives: backend, batch, launches a step, ms, share of the step, operations).
     """
     from ..runtime.launch.bench import Bench, BenchOptions
     from .console import print_json
     from .launching import launch_options, open_set, running
 
-    options = BenchOptions(_sizes(batches), _shapes(prefills), requests, prompt_tokens, output_tokens)
+    options = BenchOptions(_sizes(batches), _shapes(prefills), requests, prompt_tokens, output_tokens, collectives)
     if dummy_weights:
         from ..runtime.dummy import dummy_shard_set
 
         shard_set = dummy_shard_set(Path(directory), tp_size or 1)
     else:
         shard_set = open_set(directory, tp_size)
+    if collectives and shard_set.plan.tp_size == 1:
+        raise UsageError("--collectives: one rank exchanges nothing", "use a shard set of several ranks")
     longest = max([prompt_tokens + output_tokens, *(tokens + 1 for _, tokens in options.prefills)])
     launch = launch_options(
         ctx,
@@ -92,8 +99,6 @@ def bench(
 
 def _sizes(text: str) -> list[int]:
     """'1,8' as numbers; raises UsageError naming the part that is none."""
-    from ..shardplan.errors import UsageError
-
     parts = text.split(",") if text else []
     for part in parts:
         if not part.strip().isdecimal() or int(part) == 0:
@@ -103,8 +108,6 @@ def _sizes(text: str) -> list[int]:
 
 def _shapes(text: str) -> list[tuple[int, int]]:
     """'1x512' as (1, 512)."""
-    from ..shardplan.errors import UsageError
-
     shapes = []
     for part in text.split(",") if text else []:
         numbers = _sizes(part.replace("x", ","))
@@ -141,3 +144,6 @@ def _print(report: BenchReport) -> None:
         name = f"{t.requests} requests, {t.prompt_tokens} in, {t.output_tokens} out"
         table.add_row(name, f"{t.seconds:.2f} s", f"{t.output_tokens_per_s:.0f}", "", "")
     console.print(table)
+    for c in report.collectives:
+        what = f"{c.launches} launches, {c.ms:.3f} ms, {c.share:.0%} of the step"
+        print(f"collectives over {c.backend}, batch {c.batch}: {what}")

@@ -34,6 +34,12 @@ class MeasureCeiling(msgspec.Struct, tag=True):
     """Front -> leader, who passes it on: every rank answers with a CeilingReport."""
 
 
+class MeasureCollectives(msgspec.Struct, tag=True):
+    """Front -> leader, who passes it on: every rank answers with a CollectiveReport of a decode step of `batch`."""
+
+    batch: int
+
+
 class Stop(msgspec.Struct, tag=True):
     """Front -> leader, who passes it on: finish and exit together."""
 
@@ -209,6 +215,23 @@ class DeviceReport(msgspec.Struct, tag=True):
     faults: dict[str, str]
 
 
+class CollectiveCost(msgspec.Struct, array_like=True):
+    """A kind of collective: how often a step has it, and the seconds of one."""
+
+    operation: str
+    shape: list[int]
+    dtype: str
+    count: int
+    seconds: float
+
+
+class CollectiveReport(msgspec.Struct, tag=True):
+    """Rank -> front: the collectives of a decode step."""
+
+    rank: int
+    costs: list[CollectiveCost]
+
+
 class Stats(msgspec.Struct, tag=True):
     """Leader -> front: how busy the engine is, a few times a second and whenever it runs out of work.
 
@@ -239,8 +262,8 @@ class Failed(msgspec.Struct, tag=True):
     collective: bool
 
 
-FrontMessage = Request | Abort | MeasureMemory | MeasureCeiling | Stop
-StepMessage = Step | MeasureMemory | MeasureCeiling | Stop
-RankMessage = (
-    Stage | Notice | Ready | Tokens | RequestFailed | MemoryReport | CeilingReport | DeviceReport | Stats | Failed
-)
+Measure = MeasureMemory | MeasureCeiling | MeasureCollectives
+FrontMessage = Request | Abort | Measure | Stop
+StepMessage = Step | Measure | Stop
+Report = MemoryReport | CeilingReport | CollectiveReport | DeviceReport
+RankMessage = Stage | Notice | Ready | Tokens | RequestFailed | Report | Stats | Failed

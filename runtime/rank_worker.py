@@ -16,13 +16,16 @@ from .blocks import SCRATCH_BLOCK, BlockPool
 from .cache_layout import cache_groups
 from .capacity import CacheDemand, longest_context, plan_blocks
 from .ceiling import copy_bandwidth, product_rate
+from .collectives import step_costs
 from .dummy import dummy_shard_set, random_block
 from .engine import Engine
 from .engine_stats import StatsReporter
 from .messages import (
     Abort,
     CeilingReport,
+    CollectiveReport,
     FrontMessage,
+    Measure,
     MeasureCeiling,
     MeasureMemory,
     MemoryReport,
@@ -176,14 +179,16 @@ class RankWorker:
 
     def warm_up(self) -> None:
         """One token through every layer, so that the first request finds everything in place."""
-        tables = [[SCRATCH_BLOCK] for _ in cache_groups(self.shard_set.model)]
-        # The slot behind those of the sequences: some may be running.
-        step = Step([SequenceStep(self.options.max_num_seqs, 0, [0], 1, True, tables)])
-        self.runner.forward(step)
+        self.runner.forward(self.scratch_step(1))
         if self.place.device.type == "cuda":
             torch.cuda.synchronize()
             if not self.options.enforce_eager:
                 self.runner.capture()
+
+    def scratch_step(self, batch: int) -> Step:
+        """One token of `batch` sequences in the slot behind those of all others, some of which may be running."""
+        tables = [[SCRATCH_BLOCK] for _ in cache_groups(self.shard_set.model)]
+        return Step([SequenceStep(self.options.max_num_seqs, 0, [0], 1, True, tables)] * batch)
 
     def device_name(self) -> str:
         """'cpu', or 'cuda:0 (NVIDIA H200)'."""
@@ -216,9 +221,9 @@ class RankWorker:
             engine.add(message)
         elif isinstance(message, Abort):
             engine.abort(message.id)
-        elif isinstance(message, MeasureMemory | MeasureCeiling):
+        elif isinstance(message, Measure):
             self.link.send_step(message)
-            self.measure() if isinstance(message, MeasureMemory) else self.measure_ceiling()
+            self.answer(message)
 
     def make_engine(self) -> Engine:
         """The leader's engine over all of the cache's blocks."""
@@ -238,15 +243,31 @@ class RankWorker:
     def follow(self) -> None:
         """Do what the leader says."""
         while not isinstance(message := self.link.receive(), Stop):
-            if isinstance(message, MeasureMemory):
-                self.measure()
-            elif isinstance(message, MeasureCeiling):
-                self.measure_ceiling()
+            if isinstance(message, Measure):
+                self.answer(message)
             elif isinstance(message, Step):
                 self.runner.forward(message)
                 decided = message.greedy and self.runner.likeliest is not None
                 if not decided and any(s.sample for s in message.sequences):
                     self.runner.settle(message, None)
+
+    def answer(self, message: Measure) -> None:
+        """Tell the front what it asks for."""
+        if isinstance(message, MeasureMemory):
+            self.measure()
+        elif isinstance(message, MeasureCeiling):
+            self.measure_ceiling()
+        else:
+            self.measure_collectives(message.batch)
+
+    def measure_collectives(self, batch: int) -> None:
+        """Tell the front which collectives a decode step of `batch` sequences has, and how long each takes here."""
+        communicator, device = self.place.communicator, self.place.device
+        with step_costs.noted(communicator) as calls:
+            self.runner.forward(self.scratch_step(batch))
+            communicator.broadcast(torch.zeros(batch, dtype=torch.int64, device=device))  # of the sampled ids
+        with torch.inference_mode():
+            self.link.send(CollectiveReport(self.rank, step_costs.costs(calls, communicator, device)))
 
     def measure_ceiling(self) -> None:
         """Tell the front what this rank's device can do at best."""

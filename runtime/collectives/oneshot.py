@@ -27,7 +27,8 @@ class SymmetricWorkspace:
         from ..kernels.all_reduce import Workspace
 
         self.group_name, self.device = group.group_name, device
-        self.buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), [1], torch.uint8, device)
+        with torch.inference_mode(False):  # so that it can be written to in either mode
+            self.buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), [1], torch.uint8, device)
         handle = symmetric_memory.rendezvous(self.buffer, group.group_name)
         pointers = [
             torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -17,6 +17,7 @@ from ...shardplan.shard_set import ShardSet
 from ..cache_layout import cache_groups, kv_shape
 from ..messages import CeilingReport, MeasureCeiling, Request, RequestFailed, Tokens
 from ..sampling_params import SamplingParams
+from .collective_share import CollectiveShare, measure_share
 from .start import StartedGroup
 
 log = logging.getLogger("mgtp.bench")
@@ -33,6 +34,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
     num_requests: int
     prompt_tokens: int
     output_tokens: int
+    collectives: bool = False
 
 
 class Ceiling(msgspec.Struct):
@@ -91,6 +93,7 @@ class BenchReport(msgspec.Struct):
     decode: list[DecodeFigure]
     prefill: list[PrefillFigure]
     throughput: ThroughputFigure | None
+    collectives: list[CollectiveShare]
 
 
 class Arrivals(msgspec.Struct):
@@ -135,6 +138,7 @@ class Bench:
             decode=decode,
             prefill=prefill,
             throughput=self._throughput(options) if options.num_requests else None,
+            collectives=[measure_share(self.started, f.batch, f.step_ms) for f in decode if options.collectives],
         )
 
     def _ceiling(self) -> Ceiling:

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from ..kernels import use_kernels
+
+
+class Summing(Protocol):
+    """A communicator that also norms (see fused_sums.py)."""
+
+    def all_reduce_add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        one_plus: bool,
+        cast_first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(s + residual), s + residual), s being the sum of `x` over ranks."""
+        ...
 
 
 class RMSNorm:
@@ -26,6 +44,7 @@ class RMSNorm:
     ) -> None:
         self.weight, self.eps = weight, eps
         self.one_plus, self.cast_first, self.power = one_plus, cast_first, power
+        self.sums: Summing | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]"""
@@ -43,7 +62,13 @@ class RMSNorm:
         return (normed * self.weight).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual): the two steps between blocks, as one so that kernels can fuse them."""
+        """(norm(x + residual), x + residual): the two steps between blocks, as one so that kernels can fuse them.
+
+        With `sums`, x is this rank's part of a sum (see fused_sums.py) wherever there is a residual.
+        """
+        if self.sums is not None and residual is not None:
+            variant = (self.one_plus, self.cast_first)
+            return self.sums.all_reduce_add_rms_norm(x, residual, self.weight, self.eps, *variant)
         if use_kernels(x):
             from ..kernels.norm import add_rms_norm
 

@@ -8,6 +8,7 @@ import torch
 
 from ..batch import ForwardBatch
 from ..layers.builder import LayerBuilder
+from ..layers.fused_sums import leave_sums_to_norms
 from ..layers.norm import RMSNorm
 
 LayerForward = Callable[[torch.Tensor, torch.Tensor | None, ForwardBatch], tuple[torch.Tensor, torch.Tensor | None]]
@@ -81,6 +82,9 @@ class Decoder:
         self.layers = [make_layer(build, i) for i in range(len(build.model.layers))]
         self.norm = norm
         self.head = build.head(self.embed)
+        pre_norm = [layer for layer in self.layers if isinstance(layer, PreNormLayer)]
+        if len(pre_norm) == len(self.layers):
+            leave_sums_to_norms(pre_norm, norm, build.communicator)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The logits [L, V] of the batch's logit rows."""

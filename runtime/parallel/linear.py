@@ -44,16 +44,20 @@ class ReplicatedLinear(ColumnParallelLinear):
 class RowParallelLinear:
     """y = scale (x W^T + b) for this rank's columns of W [H, in].
 
-    Partial sums are added up over ranks, then the whole bias.
+    Partial sums are added up over ranks, then the whole bias. With `leaves_sum` the norm after it does that (see
+    layers/fused_sums.py).
     """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, communicator: Communicator, scale: float = 1.0
     ) -> None:
         self.weight, self.bias, self.communicator, self.scale = weight, bias, communicator, scale
+        self.leaves_sum = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, H]"""
+        if self.leaves_sum:
+            return product(x, self.weight)
         y = sum_over_ranks(product(x, self.weight), self.communicator)
         y = y if self.bias is None else y + self.bias
         return y if self.scale == 1.0 else y * self.scale

@@ -1,0 +1,138 @@
+"""What the ranks of tests/cuda/test_collectives.py do; each job raises where something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mgtp.runtime.collectives.oneshot import OneShotCommunicator
+from mgtp.runtime.communicator import Communicator
+from mgtp.runtime.mesh import create_mesh
+
+HIDDEN = 1024
+BATCHES = (1, 2, 4, 8, 12, 16, 32, 64)
+REPLAYS = 10
+
+
+def with_oneshot(world: Communicator, devices: list[int], job: Callable[[OneShotCommunicator], Any]) -> Any:
+    """job(communicator) over symmetric memory, rank r on GPU devices[r]."""
+    device = torch.device("cuda", devices[world.rank])
+    torch.cuda.set_device(device)
+    shared = len(set(devices)) < len(devices)
+    with torch.inference_mode():
+        mesh = create_mesh({"tp": world.size}, device, backends={"tp": "oneshot"}, allow_shared_device=shared)
+        assert isinstance(mesh.tp, OneShotCommunicator)
+        result = job(mesh.tp)
+        torch.cuda.synchronize()
+        mesh.close()
+    return result
+
+
+def parts(communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Every rank's tensor, the same in every process, on this rank's device."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype).cuda() for _ in range(communicator.size)]
+
+
+def float32_sum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """In rank order, not rounded."""
+    total = tensors[0].float()
+    for tensor in tensors[1:]:
+        total = total + tensor.float()
+    return total
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, roundings: int) -> None:
+    """Within so many roundings of the dtype, relative to the largest partial sum."""
+    eps = torch.finfo(found.dtype).eps
+    assert not found.isnan().any(), "NaN: a rank did not come"
+    assert (found.float() - exact).abs().max() <= roundings * eps * exact.abs().max()
+
+
+def sums(world: Communicator, devices: list[int]) -> None:
+    """Every dtype and way: one-shot, two-shot, fallback for what is too large, flat, or not a float."""
+
+    def job(c: OneShotCommunicator) -> None:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for shape in ((1, HIDDEN), (3, 104), (64, HIDDEN)):
+                tensors = parts(c, shape, dtype, 1)
+                assert c.method(tensors[c.rank]) == "one-shot"
+                found = c.all_reduce(tensors[c.rank].clone())
+                assert torch.equal(found, float32_sum(tensors).to(dtype)), (shape, dtype)
+                assert torch.equal(c.fallback.all_reduce(tensors[c.rank].clone()), found) or c.size > 2
+        for shape, dtype, method in (
+            ((1024, HIDDEN), torch.bfloat16, "two-shot"),
+            ((8192, HIDDEN), torch.bfloat16, "fallback"),
+            ((HIDDEN,), torch.bfloat16, "fallback"),
+            ((3, 5), torch.bfloat16, "fallback"),
+        ):
+            tensors = parts(c, shape, dtype, 2)
+            assert c.method(tensors[c.rank]) == method, (shape, c.method(tensors[c.rank]))
+            close(c.all_reduce(tensors[c.rank].clone()), float32_sum(tensors), c.size)
+
+    with_oneshot(world, devices, job)
+
+
+def fused(world: Communicator, devices: list[int]) -> None:
+    """Sum, residual add and norm in one kernel, against the host's sum and the kernel that norms alone."""
+    from mgtp.runtime.kernels.norm import add_rms_norm
+
+    def job(c: OneShotCommunicator) -> None:
+        for dtype in (torch.bfloat16, torch.float32):
+            for tokens in (1, 7, 64):
+                tensors = parts(c, (tokens, HIDDEN), dtype, tokens)
+                residual = parts(c, (tokens, HIDDEN), dtype, 90)[0]
+                weight = parts(c, (1, HIDDEN), dtype, 91)[0][0]
+                normed, total = c.all_reduce_add_rms_norm(tensors[c.rank], residual, weight, 1e-5, False, True)
+                summed = float32_sum(tensors).to(dtype)
+                expected, expected_total = add_rms_norm(summed, residual, weight, 1e-5)
+                assert torch.equal(total, expected_total), (dtype, tokens)
+                close(normed, expected.float(), 2)
+
+    with_oneshot(world, devices, job)
+
+
+def replays(world: Communicator, devices: list[int]) -> None:
+    """Graphs of both kernels for every batch size, replayed with changing inputs, against fresh sums."""
+
+    def job(c: OneShotCommunicator) -> None:
+        weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
+        graphs = {}
+        for batch in BATCHES:
+            x = torch.zeros(batch, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+            def step(x: torch.Tensor = x) -> tuple[torch.Tensor, torch.Tensor]:
+                total = c.all_reduce(x)
+                return total, c.all_reduce_add_rms_norm(x, total, weight, 1e-5, False, True)[1]
+
+            step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                outcome = step()
+            graphs[batch] = graph, x, outcome
+        for seed in range(REPLAYS):
+            for batch, (graph, x, (total, twice)) in graphs.items():
+                tensors = parts(c, (batch, HIDDEN), torch.bfloat16, seed)
+                x.copy_(tensors[c.rank])
+                graph.replay()
+                expected = float32_sum(tensors).bfloat16()
+                assert torch.equal(total, expected), (batch, seed)
+                assert torch.equal(twice, expected + expected), (batch, seed)
+
+    with_oneshot(world, devices, job)
+
+
+def refused(world: Communicator, devices: list[int]) -> str:
+    """What a rank hears when ranks share a device and nobody allowed it."""
+    from mgtp.shardplan.errors import MgtpError
+
+    torch.cuda.set_device(devices[world.rank])
+    device = torch.device("cuda", devices[world.rank])
+    try:
+        create_mesh({"tp": world.size}, device, backends={"tp": "oneshot"})
+    except MgtpError as error:
+        return error.message
+    return ""
