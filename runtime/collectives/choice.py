@@ -71,4 +71,6 @@ def attempt(
     fault = self_test(candidate, host, device, seconds)
     if fault and (abort := getattr(candidate, "abort", None)):
         abort()  # a kernel that waits for ever would keep the device busy
+    if not fault and (trust := getattr(candidate, "trust", None)):
+        trust()
     return candidate, fault

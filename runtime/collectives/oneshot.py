@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .groups import Rank
 
 
+UNTRUSTED_PATIENCE = 1 << 24
+"""Looks for signals, of about a microsecond each, until the self-test is passed: a kernel that hangs frees the device."""
+
+
 class SymmetricWorkspace:
     """One group's symmetric memory: the same bytes on every rank, mapped by all of them. Making it is collective."""
 
@@ -52,6 +56,13 @@ class OneShotCommunicator:
     def __init__(self, memory: SymmetricWorkspace, fallback: Communicator) -> None:
         self.memory, self.fallback = memory, fallback
         self.rank, self.size, self.capturable = fallback.rank, fallback.size, fallback.capturable
+        self.patience = UNTRUSTED_PATIENCE
+
+    def trust(self) -> None:
+        """The self-test is passed: from now on the front is who ends a wait."""
+        from ..kernels.all_reduce import PATIENCE
+
+        self.patience = PATIENCE
 
     def method(self, tensor: torch.Tensor) -> str:
         """one-shot, two-shot or fallback."""
@@ -70,7 +81,7 @@ class OneShotCommunicator:
         if method == "one-shot":
             from ..kernels.all_reduce import all_reduce
 
-            return all_reduce(tensor, self.memory.kernels)
+            return all_reduce(tensor, self.memory.kernels, self.patience)
         if method == "two-shot":
             shared, total = self.memory.view_like(tensor), torch.empty_like(tensor)
             shared.copy_(tensor)
@@ -104,7 +115,8 @@ class OneShotCommunicator:
         if self.method(x) == "one-shot":
             from ..kernels.all_reduce import all_reduce_add_rms_norm
 
-            return all_reduce_add_rms_norm(x, residual.contiguous(), weight, eps, self.memory.kernels, **variant)
+            places = (residual.contiguous(), weight, eps, self.memory.kernels)
+            return all_reduce_add_rms_norm(x, *places, **variant, patience=self.patience)
         from ..kernels.norm import add_rms_norm
 
         return add_rms_norm(self.all_reduce(x), residual, weight, eps, **variant)
