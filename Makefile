@@ -37,8 +37,8 @@ lint: $(STAMP) ## ruff, pyright, and the shell scripts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
-	@for script in .ci/run scripts/*.sh; do bash -n "$$script"; done
-	@if command -v shellcheck >/dev/null; then shellcheck --severity=warning .ci/run scripts/*.sh; fi
+	@for script in .ci/run scripts/*.sh benchmarks/*.sh; do bash -n "$$script"; done
+	@if command -v shellcheck >/dev/null; then shellcheck --severity=warning .ci/run scripts/*.sh benchmarks/*.sh; fi
 
 format: $(STAMP) ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
