@@ -13,7 +13,7 @@ PROMPT = [5, 17, 3, 40, 8, 21, 9]
 
 @pytest.mark.parametrize(
     ("recipe", "fused"),
-    [("llama", "all"), ("qwen3", "all"), ("mixtral", "some"), ("gemma3", "none"), ("qwen2", "all")],
+    [("llama", "all"), ("qwen3", "some"), ("mixtral", "some"), ("gemma3", "none"), ("qwen2", "all")],
 )
 def test_logits_are_those_of_separate_sums(recipe, fused, recipe_checkpoint, monkeypatch):
     folder = recipe_checkpoint(recipe)
@@ -29,6 +29,7 @@ def test_logits_are_those_of_separate_sums(recipe, fused, recipe_checkpoint, mon
     monkeypatch.setattr(ThreadCommunicator, "all_reduce_add_rms_norm", sum_add_norm, raising=False)
     ranks = ThreadRanks(folder, 2)
     assert torch.equal(ranks.full(PROMPT), expected)
+    # Not where a bias follows the sum (this qwen3's o_proj), in a mixture of experts, or where a norm comes first.
     layers = len(ranks.runners[0].config.layers)
     number = {"all": 2 * layers, "some": layers, "none": 0}[fused]
     assert len(calls) == 2 * number, "every rank, once a sum"
