@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def small_cards():
 def test_the_longest_context_is_the_plans_within_five_percent(tp_size, small_cards, tmp_path):
     if torch.cuda.device_count() < tp_size:
         pytest.skip("needs two GPUs")
-    sizes = dict(hidden=1024, ffn=2816, heads=16, kv=4, layers=16, vocab=32000, dtype="bfloat16")
+    sizes: dict[str, Any] = dict(hidden=1024, ffn=2816, heads=16, kv=4, layers=16, vocab=32000, dtype="bfloat16")
     model = write_llama(tmp_path / "m", **sizes, max_position_embeddings=1 << 22)
     with tempfile.TemporaryDirectory(prefix="mgtp-test-") as name:
         folder = Path(name)
