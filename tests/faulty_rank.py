@@ -76,6 +76,7 @@ def prepare() -> None:
     if os.environ["RANK"] != number:
         return
     if stage == stages.SPAWN:
+        rank.die_with_parent()  # what a rank begins with
         fail(fault)
     elif stage == stages.RUNNING:
         in_a_step(fault)

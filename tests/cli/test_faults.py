@@ -17,7 +17,7 @@ def run_folder():
         yield Path(folder)
 
 
-@pytest.mark.parametrize("case", fault_matrix.share(5, seed=7), ids=str)
+@pytest.mark.parametrize("case", fault_matrix.share(4, seed=7), ids=str)
 def test_share_of_the_matrix(case, run_folder, tiny_checkpoint, sharded):
     fault_matrix.run(case, run_folder, sharded(tiny_checkpoint("base"), 2))
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from mgtp.runtime.launch import devices
@@ -88,3 +92,22 @@ def test_a_broken_driver_is_an_error_only_for_those_who_ask_for_cuda(monkeypatch
 def test_unknown_device_names_are_refused(device):
     with pytest.raises(UsageError, match="--device"):
         place_ranks(1, device, None, allow_shared=False)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "0,0", "9", "-1", "GPU-8d7c6b5a-0000-1111-2222-333344445555", "MIG-1/2/3", "0,,x"]
+)
+def test_odd_visible_devices_start_or_are_one_clear_line(value):
+    """In a process of its own: the driver reads the variable once. Nothing here parses it."""
+    code = "from mgtp.runtime.launch.devices import place_ranks; place_ranks(1, {!r}, None, False)"
+    for device in ("auto", "cuda"):
+        run = subprocess.run(
+            [sys.executable, "-c", code.format(device)],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": value},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if run.returncode:
+            last = run.stderr.splitlines()[-1]
+            assert device == "cuda" and f"CUDA_VISIBLE_DEVICES={value}" in last, last
