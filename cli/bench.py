@@ -12,6 +12,7 @@ from .app import app
 from .launching import (
     BlockSizeOption,
     CollectiveOption,
+    CpSizeOption,
     DeviceOption,
     DevicesOption,
     EnforceEagerOption,
@@ -33,6 +34,7 @@ def bench(
     ctx: typer.Context,
     directory: ShardSetArgument,
     tp_size: TpSizeOption = None,
+    cp_size: CpSizeOption = 1,
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="DIR is a config.json or its folder; weights are random.")
     ] = False,
@@ -60,7 +62,7 @@ def bench(
 ) -> None:
     """Measure decode steps, prefill and an offline run through the engine that serves, beside what the device allows.
 
-    JSON: device, tp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill,
+    JSON: device, tp_size, cp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill,
     throughput, collectives (with --collectives: backend, batch, launches a step, ms, share of the step, operations).
     """
     from ..runtime.launch.bench import Bench, BenchOptions
@@ -79,6 +81,7 @@ def bench(
     longest = max([prompt_tokens + output_tokens, *(tokens + 1 for _, tokens in options.prefills)])
     launch = launch_options(
         ctx,
+        cp_size=cp_size,
         device=device,
         devices=devices,
         allow_shared_device=allow_shared_device,
@@ -123,7 +126,9 @@ def _print(report: BenchReport) -> None:
 
     console = Console(width=None if Console().is_terminal else 120)
     ceiling = report.ceiling
-    print(f"{report.device}, tp {report.tp_size}, {report.dtype}, {report.weight_bytes / 1e9:.2f} GB of weights")
+    print(
+        f"{report.device}, tp {report.tp_size}, cp {report.cp_size}, {report.dtype}, {report.weight_bytes / 1e9:.2f} GB of weights"
+    )
     print(
         f"ceiling: copy {ceiling.copy_bytes_per_s / 1e12:.3f} TB/s, product {ceiling.product_flops / 1e12:.1f} TFLOP/s"
     )

@@ -11,7 +11,7 @@ import typer
 
 from ..shardplan.errors import MgtpError
 from .app import app
-from .launching import DeviceOption, DevicesOption, MaxModelLenOption, SharedDeviceOption, TpSizeOption
+from .launching import CpSizeOption, DeviceOption, DevicesOption, MaxModelLenOption, SharedDeviceOption, TpSizeOption
 from .sampling_options import SeedOption, TemperatureOption, TopPOption
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def chat(
     seed: SeedOption = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="MGTP_API_KEY")] = None,
     tp_size: TpSizeOption = None,
+    cp_size: CpSizeOption = 1,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -49,6 +50,7 @@ def chat(
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     launch = LaunchOptions(
+        cp_size=cp_size,
         device=device,
         devices=parse_devices(devices),
         allow_shared_device=allow_shared_device,

@@ -14,6 +14,7 @@ from .generate_one import GenerateOne, PromptSource
 from .launching import (
     BlockSizeOption,
     CollectiveOption,
+    CpSizeOption,
     DeviceOption,
     DevicesOption,
     DtypeOption,
@@ -51,6 +52,7 @@ def generate(
         str | None, typer.Argument(metavar="[-]", help="'-' reads the prompt from standard input.", show_default=False)
     ] = None,
     tp_size: TpSizeOption = None,
+    cp_size: CpSizeOption = 1,
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The prompt as token ids, such as 1,2,3.")] = None,
@@ -112,6 +114,7 @@ def generate(
     given |= {"ignore_eos": True} if ignore_eos else {}
     launch = launch_options(
         ctx,
+        cp_size=cp_size,
         device=device,
         devices=devices,
         allow_shared_device=allow_shared_device,

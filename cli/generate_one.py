@@ -189,6 +189,12 @@ def rank_documents(started: StartedGroup, shard_set: ShardSet) -> list[dict[str,
     """Who has computed it."""
     files = [rank.file for rank in shard_set.plan.ranks]
     return [
-        {"rank": r.rank, "pid": r.pid, "device": r.device, "file": files[r.rank], "weight_bytes": r.weight_bytes}
+        {
+            "rank": r.rank,
+            "pid": r.pid,
+            "device": r.device,
+            "file": files[r.rank % len(files)],
+            "weight_bytes": r.weight_bytes,
+        }
         for r in started.ready
     ]

@@ -30,6 +30,12 @@ TpSizeOption = Annotated[
     int | None,
     typer.Option(callback=positive, help="Ranks. A shard set has its own, which is checked; a checkpoint needs it."),
 ]
+CpSizeOption = Annotated[
+    int,
+    typer.Option(
+        callback=positive, help="Ranks that share out sequences and KV cache; there are tp size x cp size in all."
+    ),
+]
 DtypeOption = Annotated[
     str | None, typer.Option(help="A shard set has its own, fixed when sharding; for a checkpoint: as in mgtp shard.")
 ]
@@ -183,7 +189,7 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
     """Ranks of `shard_set`, started with progress on stderr, and gone when the block ends."""
     from ..runtime.launch.start import start_ranks
 
-    with show_stages(shard_set.plan.tp_size) as on_stage:
+    with show_stages(shard_set.plan.tp_size * options.cp_size) as on_stage:
         started = start_ranks(shard_set, options, on_stage)
     with started.group:
         tokens = started.ready[0].kv_cache_tokens
@@ -192,12 +198,12 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
 
 
 @contextmanager
-def show_stages(tp_size: int):
+def show_stages(num_ranks: int):
     """A callback for stages: a live line on a terminal; otherwise a log line when the last rank has come to a stage."""
     from ..runtime.stages import SPAWN, position
     from .console import stderr_is_terminal
 
-    stages = dict.fromkeys(range(tp_size), SPAWN)
+    stages = dict.fromkeys(range(num_ranks), SPAWN)
     if not stderr_is_terminal():
 
         def log_stage(rank: int, stage: str) -> None:

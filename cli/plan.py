@@ -9,7 +9,7 @@ import typer
 
 from ..shardplan.errors import UsageError
 from .app import app
-from .launching import JsonOption, MaxModelLenOption, RevisionOption
+from .launching import CpSizeOption, JsonOption, MaxModelLenOption, RevisionOption
 from .options import positive
 from .shard import ModelArgument, SharesOption
 
@@ -27,6 +27,7 @@ def plan(
     tp_size: Annotated[
         int | None, typer.Option(callback=positive, help="The number of ranks; for a shard set, its own when left out.")
     ] = None,
+    cp_size: CpSizeOption = 1,
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16, float32, float64.")
     ] = "auto",
@@ -42,7 +43,7 @@ def plan(
 
     With --device-memory it answers whether that fits, and exits 4 when it does not; else GPUs that are found are taken.
 
-    JSON: model, is_shard_set, architecture, tp_size, dtype, shares, fingerprint (null until the weights were read),
+    JSON: model, is_shard_set, architecture, tp_size, cp_size, dtype, shares, fingerprint (null until the weights were read),
     total_weight_bytes, imbalance (largest rank over mean), even_tp_sizes, axes (size, unit, ranges, copied), ties,
     notes, ranks (rank, file, file_bytes, weight_bytes, parts, kv_bytes_per_token, window_bytes_per_sequence,
     state_bytes_per_sequence, workspace_bytes), fit (null, or fits, max_model_len, longest_context, max_sequences,
@@ -53,10 +54,14 @@ def plan(
     from .console import print_json
 
     found, config, is_shard_set = _plan(model, tp_size, dtype, shares, revision)
-    report = report_plan(model, found, config, is_shard_set=is_shard_set)
-    sizes = parse_sizes(device_memory, "--device-memory") if device_memory is not None else _devices(found.tp_size)
+    report = report_plan(model, found, config, is_shard_set=is_shard_set, cp_size=cp_size)
+    sizes = (
+        parse_sizes(device_memory, "--device-memory")
+        if device_memory is not None
+        else _devices(found.tp_size * cp_size)
+    )
     if sizes:
-        report.fit = report_fit(found, config, sizes, max_model_len)
+        report.fit = report_fit(found, config, sizes, max_model_len, cp_size)
     elif max_model_len is not None:
         raise UsageError("--max-model-len needs to know the memory", "add --device-memory, such as 24GiB")
     if as_json:
@@ -96,7 +101,7 @@ def _plan(
     return made, effective_model(match(source).model, made), False
 
 
-def _devices(tp_size: int) -> list[int]:
+def _devices(num_ranks: int) -> list[int]:
     """The memory of the GPUs that are found, when there are enough of them."""
     from ..runtime.launch.devices import DriverError, visible_gpus
 
@@ -104,7 +109,7 @@ def _devices(tp_size: int) -> list[int]:
         gpus = visible_gpus()
     except DriverError:
         return []
-    return [gpu.total_bytes for gpu in gpus[:tp_size]] if len(gpus) >= tp_size else []
+    return [gpu.total_bytes for gpu in gpus[:num_ranks]] if len(gpus) >= num_ranks else []
 
 
 def _print(report: PlanReport) -> None:
@@ -136,6 +141,8 @@ def _print(report: PlanReport) -> None:
     Console(width=None if Console().is_terminal else 160, highlight=False).print(table)
     copied = [name.replace("_", " ") for name, axis in report.axes.items() if axis.copied]
     even = ", ".join(map(str, report.even_tp_sizes))
+    if report.cp_size > 1:
+        print(f"{report.tp_size * report.cp_size} ranks: {report.cp_size} of each, which share out the KV cache")
     print(f"{report.architecture}, {report.dtype}, {human_bytes(report.total_weight_bytes)} of weights in all")
     print(f"the largest rank has {report.imbalance:.3f} x the mean; even tp sizes: {even}")
     if copied:

@@ -9,6 +9,7 @@ import typer
 from .app import app
 from .launching import (
     CollectiveOption,
+    CpSizeOption,
     DeviceOption,
     DevicesOption,
     DtypeOption,
@@ -30,6 +31,7 @@ def probe_memory(
     ctx: typer.Context,
     directory: ShardSetArgument,
     tp_size: TpSizeOption = None,
+    cp_size: CpSizeOption = 1,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
     verify_on_load: VerifyOption = False,
@@ -42,9 +44,9 @@ def probe_memory(
 ) -> None:
     """Load a shard set and report what every rank really holds, measured after a forward pass, beside the plan.
 
-    Exits 1 when a rank is more than 5 % off its plan. JSON: tp_size, total_weight_bytes, within_plan, ranks (rank,
+    Exits 1 when a rank is more than 5 % off its plan. JSON: tp_size, cp_size, total_weight_bytes, within_plan, ranks (rank,
     device, file, file_bytes, planned_weight_bytes, weight_bytes, share, device_used_bytes, device_free_bytes,
-    device_total_bytes, kv_cache_tokens).
+    device_total_bytes, kv_cache_tokens: what all ranks of a cp group keep together, kv_cache_bytes: of this rank).
     """
     from ..runtime.launch.probe import probe
     from ..runtime.launch.start import LaunchOptions
@@ -53,6 +55,7 @@ def probe_memory(
 
     shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     options = LaunchOptions(
+        cp_size=cp_size,
         device=device,
         devices=parse_devices(devices),
         allow_shared_device=allow_shared_device,
@@ -92,4 +95,4 @@ def _print_table(report: MemoryProbe) -> None:
         table.add_row(str(r.rank), r.device, r.file, *sizes, f"{r.share:.1%}", *device)
     Console(width=None if Console().is_terminal else 120).print(table)
     total, tokens = human_bytes(report.total_weight_bytes), min(r.kv_cache_tokens for r in report.ranks)
-    print(f"weights of {report.tp_size} rank(s): {total}; KV cache: {tokens} tokens")
+    print(f"weights of {len(report.ranks)} rank(s): {total}; KV cache: {tokens} tokens")

@@ -13,6 +13,7 @@ from .app import app
 from .launching import (
     BlockSizeOption,
     CollectiveOption,
+    CpSizeOption,
     DeviceOption,
     DevicesOption,
     DtypeOption,
@@ -48,6 +49,7 @@ def serve(
     ctx: typer.Context,
     directory: ShardSetArgument,
     tp_size: TpSizeOption = None,
+    cp_size: CpSizeOption = 1,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
     ] = ("127.0.0.1"),
@@ -109,6 +111,7 @@ def serve(
     limit = _max_restarts(restart, max_restarts)
     launch = launch_options(
         ctx,
+        cp_size=cp_size,
         device=device,
         devices=devices,
         allow_shared_device=allow_shared_device,
@@ -173,7 +176,7 @@ def _run(shard_set: ShardSet, launch: LaunchOptions, options: ServerOptions, soc
     from ..runtime.server.life import Life
     from .launching import show_stages
 
-    with show_stages(shard_set.plan.tp_size) as on_stage:
+    with show_stages(shard_set.plan.tp_size * launch.cp_size) as on_stage:
         code = asyncio.run(Life(shard_set, launch, options, sock).run(on_stage))
     if code:
         raise typer.Exit(code)

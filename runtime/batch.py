@@ -43,6 +43,10 @@ class ForwardBatch:
         """Whether every sequence has exactly one new token."""
         return len(self.query_lens) == len(self.token_ids)
 
+    def logit_rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [L, H]: the tokens whose logits are wanted."""
+        return x[self.logit_rows]
+
     def cos_sin(self, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, d/2] of this step's positions in `dtype`, worked out once a step."""
         key = (rope, dtype)

@@ -14,19 +14,25 @@ from .cache_layout import CacheGroup, block_bytes, cache_groups
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """What bounds the cache: sequences at once, tokens of each, tokens a step, tokens a block."""
+    """What bounds the cache: sequences at once, tokens of each, tokens a step, tokens a block that one rank keeps."""
 
     max_num_seqs: int
     max_model_len: int
     max_batch_tokens: int
     block_size: int
+    cp_size: int = 1
+
+    @property
+    def block_span(self) -> int:
+        """Tokens of a block on all ranks of the cp axis together."""
+        return self.block_size * self.cp_size
 
     def blocks_per_sequence(self, group: CacheGroup) -> int:
         """Blocks that one sequence of full length can own: a window keeps what one step's queries can see."""
         tokens = self.max_model_len
         if group.window is not None:
-            tokens = min(tokens, group.window + min(self.max_batch_tokens, self.max_model_len) + self.block_size)
-        return -(-tokens // self.block_size)
+            tokens = min(tokens, group.window + min(self.max_batch_tokens, self.max_model_len) + self.block_span)
+        return -(-tokens // self.block_span)
 
 
 def plan_blocks(
@@ -74,14 +80,14 @@ def longest_context(
     size = [block_bytes(model, axes, rank, g, demand.block_size, itemsize) for g in groups]
 
     def fits(blocks: int) -> bool:
-        d = replace(demand, max_model_len=blocks * demand.block_size)
+        d = replace(demand, max_model_len=blocks * demand.block_span)
         return _cost([d.blocks_per_sequence(g) + 1 for g in groups], size) <= budget
 
-    low, high = 0, -(-demand.max_model_len // demand.block_size)
+    low, high = 0, -(-demand.max_model_len // demand.block_span)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return min(low * demand.block_size, demand.max_model_len)
+    return min(low * demand.block_span, demand.max_model_len)
 
 
 def states_bytes(model: ModelConfig, axes: Mapping[str, Axis], rank: int, max_num_seqs: int, itemsize: int) -> int:

@@ -45,6 +45,11 @@ class KVCache:
         """The most kv heads that any layer has on this rank."""
         return max((keys.shape[2] for keys, _, _ in self._layers.values()), default=1)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values, scratch blocks included."""
+        return sum(self._layers[i][0].nbytes + self._layers[i][1].nbytes for group in self.groups for i in group.layers)
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(keys, values, group) of one layer."""
         return self._layers[index]

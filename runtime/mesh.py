@@ -63,10 +63,6 @@ class Mesh:
         """The axis over which sequences are shared out. Its ranks hold the same weights."""
         return self.axes["cp"]
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of the first of all ranks, in place."""
-        return self.tp.broadcast(self.cp.broadcast(tensor))
-
     def describe(self) -> list[AxisInfo]:
         """Sizes and backends, as logs, probe and /metrics show them."""
         return [AxisInfo(axis, c.size, c.backend, self.reasons.get(axis, "")) for axis, c in self.axes.items()]

@@ -161,6 +161,7 @@ class MemoryReport(msgspec.Struct, tag=True):
     device_free_bytes: int
     device_total_bytes: int
     kv_cache_tokens: int
+    kv_cache_bytes: int
 
 
 class CeilingReport(msgspec.Struct, tag=True):

@@ -59,9 +59,10 @@ class RankWorker:
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         path, tp_size = Path(self.options.shard_set), self.options.tp_size
         dummy = self.options.dummy_weights
-        self.shard_set = dummy_shard_set(path, tp_size) if dummy else ShardSet.open(path, ranks=[self.rank])
+        self.tp_rank = self.rank % tp_size  # ranks with the same one hold the same weights
+        self.shard_set = dummy_shard_set(path, tp_size) if dummy else ShardSet.open(path, ranks=[self.tp_rank])
         self.plan = self.shard_set.plan
-        self.file = self.shard_set.rank_path(self.rank)
+        self.file = self.shard_set.rank_path(self.tp_rank)
 
     def run(self) -> None:
         """Start up, then serve until told to stop."""
@@ -69,7 +70,7 @@ class RankWorker:
         device = mesh.bind_device(self.options, self.local_rank)
         self.link.stage(stages.RENDEZVOUS)
         self.mesh = mesh.join(self.options, self.rank, device, self.link.folder)
-        self.place = Place(device, self.mesh.tp)
+        self.place = Place(device, self.mesh.tp, self.mesh.cp)
         self.link.stage(stages.SELF_TEST)
         for communicator in dict.fromkeys(self.mesh.axes.values()):
             check_collectives(communicator, device)
@@ -110,7 +111,7 @@ class RankWorker:
 
     def load(self) -> None:
         """Map the rank's file (CPU) or copy it to the device as one block, and build the model on it."""
-        device, rank_plan = self.place.device, self.plan.ranks[self.rank]
+        device, rank_plan = self.place.device, self.plan.ranks[self.tp_rank]
         if device.type == "cuda" and not self.options.dummy_weights:
             # What streams, copies and pinned memory take of the device is the context's own, not the weights'.
             read_to_device(self.file, rank_plan, device, limit=CONTEXT_SAMPLE_BYTES)
@@ -139,20 +140,21 @@ class RankWorker:
         itemsize = self.runner.dtype.itemsize
         budget = self.cache_budget()
         wanted = options.max_model_len or model.max_position
-        demand = CacheDemand(options.max_num_seqs, wanted, options.max_batch_tokens, options.block_size)
+        sizes = options.max_batch_tokens, options.block_size, options.cp_size
+        demand = CacheDemand(options.max_num_seqs, wanted, *sizes)
         if options.max_model_len is None:
-            longest = longest_context(model, axes, self.rank, demand, budget, itemsize)
+            longest = longest_context(model, axes, self.tp_rank, demand, budget, itemsize)
             wanted = self.least(max(longest, min(options.block_size, model.max_position)))
-        self.demand = CacheDemand(options.max_num_seqs, wanted, options.max_batch_tokens, options.block_size)
-        blocks = plan_blocks(model, axes, self.rank, self.demand, budget, itemsize)
+        self.demand = CacheDemand(options.max_num_seqs, wanted, *sizes)
+        blocks = plan_blocks(model, axes, self.tp_rank, self.demand, budget, itemsize)
         self.num_blocks = [self.least(count) for count in blocks]
-        self.kv_cache_tokens = (self.num_blocks[0] - 1) * options.block_size if self.num_blocks else wanted
+        self.kv_cache_tokens = (self.num_blocks[0] - 1) * self.demand.block_span if self.num_blocks else wanted
         self.runner.allocate(self.num_blocks, options.block_size, options.max_num_seqs, wanted)
 
     def cache_budget(self) -> int:
         """Bytes that this rank's KV cache may take: as asked for, else a part of what is free."""
         free, on_cpu = memory.take_snapshot(self.place.device).free, self.place.device.type == "cpu"
-        sharers = self.options.tp_size if on_cpu else self.options.devices.count(self.options.devices[self.local_rank])
+        sharers = self.options.num_ranks if on_cpu else self.options.devices.count(self.options.devices[self.local_rank])
         asked = self.options.kv_cache_bytes
         if asked is None and on_cpu:
             return int(free * CPU_MEMORY_FRACTION) // sharers
@@ -174,8 +176,10 @@ class RankWorker:
 
     def least(self, value: int) -> int:
         """The smallest `value` of all ranks."""
-        values = self.place.communicator.all_gather(torch.tensor([value], dtype=torch.int64, device=self.place.device))
-        return int(values.min())
+        values = torch.tensor([value], dtype=torch.int64, device=self.place.device)
+        for communicator in (self.place.communicator, self.place.context):
+            values = communicator.all_gather(values).amin(0)
+        return int(values)
 
     def warm_up(self) -> None:
         """One token through every layer, so that the first request finds everything in place."""
@@ -229,7 +233,7 @@ class RankWorker:
         """The leader's engine over all of the cache's blocks."""
         options = self.options
         pools = [
-            BlockPool(group, count, options.block_size)
+            BlockPool(group, count, self.demand.block_span)
             for group, count in zip(cache_groups(self.shard_set.model), self.num_blocks, strict=True)
         ]
         model = self.shard_set.model
@@ -291,5 +295,6 @@ class RankWorker:
                 device_free_bytes=now.free,
                 device_total_bytes=now.total,
                 kv_cache_tokens=self.kv_cache_tokens,
+                kv_cache_bytes=self.runner.cache.num_bytes if self.runner.cache is not None else 0,
             )
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +11,13 @@ import torch
 from ..shardplan.config import ModelConfig
 from ..shardplan.plan import ShardPlan
 from .batch import ForwardBatch, upload
-from .communicator import Communicator
+from .communicator import Communicator, SingleRank
+from .context_batch import context_batch, shared_last
 from .kernels import use_kernels
 from .kv_cache import KVCache
 from .layers.builder import LayerBuilder
 from .layers.rotary import RotaryTables
-from .messages import Step
+from .messages import SequenceStep, Step
 from .models import build_model
 from .paged import Stores
 from .sampling import Sampled
@@ -28,10 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank computes: its device and its communicator on the tp axis."""
+    """Where a rank computes: its device, and its communicators on the tp and the cp axis."""
 
     device: torch.device
     communicator: Communicator
+    context: Communicator = field(default_factory=SingleRank)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the first of all ranks, in place."""
+        return self.communicator.broadcast(self.context.broadcast(tensor))
 
 
 class Runner:
@@ -54,7 +61,7 @@ class Runner:
         ropes = {layer.attention.rope for layer in self.config.layers if layer.attention is not None}
         self.rotary = RotaryTables(ropes, max_model_len, device)
         self.last_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        if use_kernels(torch.empty(0, dtype=self.dtype, device=device)):
+        if self.place.context.size == 1 and use_kernels(torch.empty(0, dtype=self.dtype, device=device)):
             from .paged_steps import PagedSteps
 
             stores = Stores(self.cache, self.states, self.rotary)
@@ -84,28 +91,32 @@ class Runner:
         """Spread the ids [L] that the leader sampled for `step` (None on followers) to every rank; return them."""
         slots = [s.slot for s in step.sequences if s.sample]
         ids = torch.empty(len(slots), dtype=torch.int64, device=self.place.device) if sampled is None else sampled
-        ids = self.place.communicator.broadcast(ids)
+        ids = self.place.broadcast(ids)
         self.last_ids.index_copy_(0, upload(slots, self.place.device).long(), ids)
         return ids
 
     def _batch(self, step: Step, all_logits: bool) -> ForwardBatch:
-        """The step as tensors."""
+        """The step as tensors; with several ranks on the cp axis, this rank's part of it."""
         assert self.cache is not None
-        sequences, size = step.sequences, self.cache.block_size
-        positions, lengths, ends = [], [], []
+        context = self.place.context
+        sequences = step.sequences if context.size == 1 else shared_last(step.sequences, context.size)
+        size, span = self.cache.block_size, self.cache.block_size * context.size
+        positions, lengths, ends = [], [], {}
         slots: list[list[int]] = [[] for _ in self.cache.groups]
         for s in sequences:
-            span = range(s.start, s.start + s.num_tokens)
-            positions += span
-            lengths += [max(s.prompt_len, p + 1) for p in span]
-            ends.append(len(positions) - 1)
+            tokens = range(s.start, s.start + s.num_tokens)
+            positions += tokens
+            lengths += [max(s.prompt_len, p + 1) for p in tokens]
+            ends[s.slot] = len(positions)
             for g, table in enumerate(s.tables):
-                slots[g] += [table[p // size] * size + p % size for p in span]
-        firsts = [end + 1 - s.num_tokens for end, s in zip(ends, sequences, strict=True)]
-        wanted = [first + i for first, s in zip(firsts, sequences, strict=True) for i in s.logit_tokens]
-        rows = list(range(len(positions))) if all_logits else wanted
-        return ForwardBatch(
-            token_ids=self._token_ids(step, ends),
+                slots[g] += [table[p // span] * size + p % size for p in tokens]
+        wanted = [
+            ends[s.slot] - s.num_tokens + i
+            for s in step.sequences
+            for i in (range(s.num_tokens) if all_logits else s.logit_tokens)
+        ]
+        whole = ForwardBatch(
+            token_ids=self._token_ids(sequences, ends),
             positions=self._tensor(positions),
             rope_lengths=self._tensor(lengths),
             query_lens=[s.num_tokens for s in sequences],
@@ -113,19 +124,17 @@ class Runner:
             slots=[self._tensor(group) for group in slots],
             tables=[self._tables([s.tables[g] for s in sequences]) for g in range(len(self.cache.groups))],
             state_slots=self._tensor([s.slot for s in sequences]),
-            logit_rows=self._tensor(rows),
+            logit_rows=self._tensor(wanted),
             cache=self.cache,
             states=self.states,
             rotary=self.rotary,
         )
+        return whole if context.size == 1 else context_batch(whole, context)
 
-    def _token_ids(self, step: Step, ends: list[int]) -> torch.Tensor:
+    def _token_ids(self, sequences: Sequence[SequenceStep], ends: dict[int, int]) -> torch.Tensor:
         """[T]: the given tokens, and for sequences that give none the one their slot sampled last."""
-        ids: list[int] = []
-        for s in step.sequences:
-            ids += s.token_ids or [0]
-        tokens = self._tensor(ids)
-        last = [(e, s.slot) for e, s in zip(ends, step.sequences, strict=True) if not s.token_ids]
+        tokens = self._tensor([token for s in sequences for token in s.token_ids or [0]])
+        last = [(ends[s.slot] - 1, s.slot) for s in sequences if not s.token_ids]
         if last:
             at, slots = (self._tensor(list(column)) for column in zip(*last, strict=True))
             tokens[at] = self.last_ids[slots]

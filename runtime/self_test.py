@@ -28,6 +28,7 @@ def check_collectives(communicator: Communicator, device: torch.device) -> None:
     _compare("all-reduce", communicator, communicator.all_reduce(ours.clone()), every.sum(0))
     _compare("all-gather", communicator, communicator.all_gather(ours), every)
     _compare("broadcast", communicator, communicator.broadcast(ours.clone()), every[0])
+    _compare("ring shift", communicator, communicator.shift(ours), every[rank - 1])
 
 
 def unequal_memory(free: Sequence[int]) -> str | None:

@@ -15,7 +15,8 @@ cache(n sequences of L tokens) = sum over groups of layers with the same window:
                                  + (n + 1) * recurrent state
             blocks = ceil(min(L, window + min(T, L) + B) / B) of B tokens; a block holds keys and values of the
             rank's kv heads, copied ones included, in the plan's dtype; layers that read another layer's cache
-            have none; one block a group and one state are scratch
+            have none; one block a group and one state are scratch. With C ranks on the cp axis, a block spans C * B
+            tokens, of which each of them keeps B
 """
 
 from __future__ import annotations
@@ -52,15 +53,19 @@ NUM_SEQUENCES = 16
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What one rank's cache takes. `groups`: (window or None, bytes of a block) of layers that keep the same tokens."""
+    """What one rank's cache takes. `groups`: (window or None, bytes of a block) of layers that keep the same tokens.
+
+    `block_span`: tokens of a block, all ranks of the cp axis together.
+    """
 
     groups: tuple[tuple[int | None, int], ...]
     state: int
+    block_span: int = BLOCK_TOKENS
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes every further token of a long sequence takes: keys and values of the layers without a window."""
-        return sum(size for window, size in self.groups if window is None) // BLOCK_TOKENS
+        return sum(size for window, size in self.groups if window is None) // self.block_span
 
     @property
     def window_bytes(self) -> int:
@@ -74,22 +79,21 @@ class CacheNeeds:
 
     def longest(self, budget: int, limit: int) -> int:
         """The longest single sequence, of at most `limit` tokens, that fits in `budget` bytes; 0 if none does."""
-        low, high = 0, -(-limit // BLOCK_TOKENS)
+        low, high = 0, -(-limit // self.block_span)
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.total(1, middle * BLOCK_TOKENS) <= budget
+            fits = self.total(1, middle * self.block_span) <= budget
             low, high = (middle, high) if fits else (low, middle - 1)
-        return min(low * BLOCK_TOKENS, limit)
+        return min(low * self.block_span, limit)
 
     def sequences(self, budget: int, length: int) -> int:
         """How many sequences of `length` tokens fit in `budget` bytes at once."""
         fixed, one = self.total(0, length), self.total(1, length) - self.total(0, length)
         return max(0, (budget - fixed) // one) if one else 0
 
-    @staticmethod
-    def _blocks(window: int | None, length: int) -> int:
-        tokens = length if window is None else min(length, window + min(STEP_TOKENS, length) + BLOCK_TOKENS)
-        return -(-tokens // BLOCK_TOKENS)
+    def _blocks(self, window: int | None, length: int) -> int:
+        tokens = length if window is None else min(length, window + min(STEP_TOKENS, length) + self.block_span)
+        return -(-tokens // self.block_span)
 
 
 @dataclass(frozen=True)
@@ -130,17 +134,18 @@ def fit(
     itemsize: int,
     device_bytes: Sequence[int],
     max_model_len: int | None = None,
+    cp_size: int = 1,
 ) -> Fit:
     """Whether ranks that hold `weights` bytes fit on devices of `device_bytes` (one a rank) with their cache.
 
     It fits when one sequence of max_model_len tokens does; without a length, when any does. `itemsize` is that of the
-    plan's dtype, in which keys and values are kept too.
+    plan's dtype, in which keys and values are kept too. Of each rank there are `cp_size` that share out the cache.
     """
     length = max_model_len or model.max_position
-    context = CONTEXT_BYTES + (COLLECTIVE_BYTES if len(weights) > 1 else 0)
+    context = CONTEXT_BYTES + (COLLECTIVE_BYTES if len(weights) * cp_size > 1 else 0)
     ranks = []
     for r, (weight, device) in enumerate(zip(weights, device_bytes, strict=True)):
-        cache, workspace = cache_needs(model, axes, r, itemsize), workspace_bytes(model, axes, r, itemsize)
+        cache, workspace = cache_needs(model, axes, r, itemsize, cp_size), workspace_bytes(model, axes, r, itemsize)
         free = device - context - weight
         budget = min(int(free * CACHE_FRACTION), free - workspace)
         longest, sequences = cache.longest(budget, model.max_position), cache.sequences(budget, length)
@@ -151,14 +156,14 @@ def fit(
     return Fit(fits, length, longest, sequences, tuple(ranks))
 
 
-def cache_needs(model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsize: int) -> CacheNeeds:
+def cache_needs(model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsize: int, cp_size: int = 1) -> CacheNeeds:
     """What `rank`'s cache takes."""
     groups: Counter[int | None] = Counter()
     for layer in model.layers:
         a = layer.attention
         if a is not None and a.kv_source is None:
             groups[a.window] += BLOCK_TOKENS * 2 * _owned(axes, a.kv_axis, rank) * a.head_dim * itemsize
-    return CacheNeeds(tuple(groups.items()), state_bytes(model, axes, rank, itemsize))
+    return CacheNeeds(tuple(groups.items()), state_bytes(model, axes, rank, itemsize), BLOCK_TOKENS * cp_size)
 
 
 def workspace_bytes(
@@ -200,13 +205,13 @@ def rank_weights(model: ModelConfig, axes: Mapping[str, Axis], tp_size: int, ite
 
 
 def smallest_tp_size(
-    model: ModelConfig, itemsize: int, device_bytes: int, max_model_len: int | None = None
+    model: ModelConfig, itemsize: int, device_bytes: int, max_model_len: int | None = None, cp_size: int = 1
 ) -> int | None:
     """The fewest equal ranks, on devices of `device_bytes` each, at which the model fits; None when no number does."""
     for n in range(1, max_tp_size(model) + 1):
         axes = model_axes(model, [1] * n)
         weights = rank_weights(model, axes, n, itemsize)
-        if fit(model, axes, weights, itemsize, [device_bytes] * n, max_model_len).fits:
+        if fit(model, axes, weights, itemsize, [device_bytes] * n, max_model_len, cp_size).fits:
             return n
     return None
 

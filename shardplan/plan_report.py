@@ -69,6 +69,7 @@ class PlanReport(msgspec.Struct):
     is_shard_set: bool
     architecture: str
     tp_size: int
+    cp_size: int
     dtype: str
     shares: list[int]
     fingerprint: str | None
@@ -82,12 +83,15 @@ class PlanReport(msgspec.Struct):
     fit: FitReport | None = None
 
 
-def report_plan(label: str, plan: ShardPlan, model: ModelConfig, *, is_shard_set: bool) -> PlanReport:
-    """The report of a plan, without a fit. `model` has the plan's ties (see plan.effective_model)."""
+def report_plan(label: str, plan: ShardPlan, model: ModelConfig, *, is_shard_set: bool, cp_size: int = 1) -> PlanReport:
+    """The report of a plan, without a fit. `model` has the plan's ties (see plan.effective_model).
+
+    `ranks` are those of one tp group; there are `cp_size` of each.
+    """
     axes, size = plan.shared_axes(), itemsize(plan.dtype)
     ranks = []
     for r in plan.ranks:
-        cache = cache_needs(model, axes, r.rank, size)
+        cache = cache_needs(model, axes, r.rank, size, cp_size)
         ranks.append(
             RankReport(
                 rank=r.rank,
@@ -107,6 +111,7 @@ def report_plan(label: str, plan: ShardPlan, model: ModelConfig, *, is_shard_set
         is_shard_set=is_shard_set,
         architecture=plan.architecture,
         tp_size=plan.tp_size,
+        cp_size=cp_size,
         dtype=plan.dtype,
         shares=plan.shares,
         fingerprint=plan.fingerprint or None,
@@ -121,12 +126,13 @@ def report_plan(label: str, plan: ShardPlan, model: ModelConfig, *, is_shard_set
 
 
 def report_fit(
-    plan: ShardPlan, model: ModelConfig, device_bytes: Sequence[int], max_model_len: int | None
+    plan: ShardPlan, model: ModelConfig, device_bytes: Sequence[int], max_model_len: int | None, cp_size: int = 1
 ) -> FitReport:
     """Whether the plan fits on devices of that size: one for all ranks, or one a rank. Raises UsageError."""
-    if len(device_bytes) not in (1, plan.tp_size):
+    num_ranks = plan.tp_size * cp_size
+    if len(device_bytes) not in (1, num_ranks):
         raise UsageError(
-            f"--device-memory has {len(device_bytes)} sizes, the tp size is {plan.tp_size}",
+            f"--device-memory has {len(device_bytes)} sizes, there are {num_ranks} rank(s)",
             "give one size for all ranks, or one a rank",
         )
     if max_model_len is not None and max_model_len > model.max_position:
@@ -134,17 +140,19 @@ def report_fit(
             f"--max-model-len {max_model_len} is more than the model's {model.max_position} positions",
             f"use {model.max_position} or less",
         )
-    devices = list(device_bytes) * (plan.tp_size if len(device_bytes) == 1 else 1)
+    every = list(device_bytes) * (num_ranks if len(device_bytes) == 1 else 1)
+    # Ranks with the same part of the weights need the same: the smallest of their devices decides.
+    devices = [min(every[r :: plan.tp_size]) for r in range(plan.tp_size)]
     size = itemsize(plan.dtype)
     weights = [r.bytes - r.data_offset for r in plan.ranks]
-    found = fit(model, plan.shared_axes(), weights, size, devices, max_model_len)
-    shares, better = _proposal(model, plan, devices, max_model_len, found)
+    found = fit(model, plan.shared_axes(), weights, size, devices, max_model_len, cp_size)
+    shares, better = _proposal(model, plan, devices, max_model_len, found, cp_size)
     return FitReport(
         fits=found.fits,
         max_model_len=found.max_model_len,
         longest_context=found.longest_context,
         max_sequences=found.max_sequences,
-        smallest_tp_size=None if found.fits else smallest_tp_size(model, size, min(devices), max_model_len),
+        smallest_tp_size=None if found.fits else smallest_tp_size(model, size, min(devices), max_model_len, cp_size),
         proposed_shares=shares,
         proposed_longest_context=better.longest_context if better is not None else None,
         ranks=[
@@ -174,7 +182,7 @@ def check_fits(label: str, tp_size: int, dtype: str, report: FitReport) -> None:
 
 
 def _proposal(
-    model: ModelConfig, plan: ShardPlan, devices: list[int], max_model_len: int | None, found: Fit
+    model: ModelConfig, plan: ShardPlan, devices: list[int], max_model_len: int | None, found: Fit, cp_size: int
 ) -> tuple[list[int] | None, Fit | None]:
     """Shares for unequal devices and the fit they would give; nothing when the plan has these shares already."""
     if len(set(devices)) == 1:
@@ -184,4 +192,5 @@ def _proposal(
     if shares == plan.shares:
         return None, None
     axes, size = model_axes(model, shares), itemsize(plan.dtype)
-    return shares, fit(model, axes, rank_weights(model, axes, len(shares), size), size, devices, max_model_len)
+    weights = rank_weights(model, axes, len(shares), size)
+    return shares, fit(model, axes, weights, size, devices, max_model_len, cp_size)

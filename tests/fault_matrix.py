@@ -48,12 +48,17 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`rank` of two has `fault` in `stage` while `command` runs."""
+    """`rank` of two has `fault` in `stage` while `command` runs with further `options`.
+
+    `place` is where in the stage; left out, as soon as it begins, or in the middle of a step.
+    """
 
     stage: str
     fault: str
     rank: int
     command: str
+    options: tuple[str, ...] = ()
+    place: str = ""
 
     def __str__(self) -> str:
         return f"{self.command}-{self.stage}-{self.fault}-rank{self.rank}"
@@ -130,8 +135,8 @@ def start_faulty(fault: str, folder: Path, *arguments: str, **extra: str) -> sub
 def _start(case: Case, folder: Path, shard_set: str) -> subprocess.Popen[str]:
     limit = str(HANG_SECONDS.get(case.stage, "")) if case.fault == "hang" else ""
     extra = {"MGTP_TEST_STAGE_SECONDS": limit} if limit else {}
-    arguments = (case.command, shard_set, "--device", "cpu", *COMMANDS[case.command])
-    return start_faulty(f"{case.rank}:{case.stage}:{case.fault}", folder, *arguments, **extra)
+    arguments = (case.command, shard_set, "--device", "cpu", *COMMANDS[case.command], *case.options)
+    return start_faulty(f"{case.rank}:{case.place or case.stage}:{case.fault}", folder, *arguments, **extra)
 
 
 def _ask(process: subprocess.Popen[str]) -> str:

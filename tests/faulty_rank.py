@@ -1,6 +1,7 @@
 """A rank that fails as the environment says: MGTP_TEST_FAULT=RANK:STAGE:FAULT, such as 1:load:hang.
 
-In stage 'running' it fails in the middle of a step, so that the others are in a collective, or come to one.
+In stage 'running' it fails in the middle of a step, so that the others are in a collective, or come to one; in stage
+'ring', while keys go round the ring, which they do however few they are.
 """
 
 from __future__ import annotations
@@ -46,11 +47,10 @@ def at_stage(stage: str, fault: str) -> None:
 
 def in_a_step(fault: str) -> None:
     """Fail in the second layer of the first step after the rank has become ready."""
-    from mgtp.runtime import rank_worker
     from mgtp.runtime.layers import mlp
 
     original, layers = mlp.GatedMLP.__call__, [0]
-    serving = [False]
+    serving = when_serving()
 
     def forward(module: mlp.GatedMLP, *args):
         if serving[0]:
@@ -60,6 +60,31 @@ def in_a_step(fault: str) -> None:
         return original(module, *args)
 
     setattr(mlp.GatedMLP, "__call__", forward)  # noqa: B010
+
+
+def in_the_ring(fault: str | None) -> None:
+    """Fail instead of passing keys on for the second time; None: only let all keys go round the ring."""
+    from mgtp.runtime import communicator
+    from mgtp.runtime.parallel import attention
+
+    attention.GATHER_BYTES = 0
+    original, passed = communicator.HostCommunicator.shift, [0]
+    serving = when_serving()
+
+    def shift(group: communicator.HostCommunicator, *args):
+        passed[0] += serving[0]
+        if passed[0] == 2 and fault is not None:
+            fail(fault)
+        return original(group, *args)
+
+    setattr(communicator.HostCommunicator, "shift", shift)  # noqa: B010
+
+
+def when_serving() -> list[bool]:
+    """A flag that is set once the rank has become ready."""
+    from mgtp.runtime import rank_worker
+
+    serving = [False]
     for name in ("lead", "follow"):
         loop = getattr(rank_worker.RankWorker, name)
 
@@ -68,12 +93,16 @@ def in_a_step(fault: str) -> None:
             loop(worker)
 
         setattr(rank_worker.RankWorker, name, begin)
+    return serving
 
 
 def prepare() -> None:
     """Read the environment."""
     number, stage, fault = os.environ["MGTP_TEST_FAULT"].split(":")
-    if os.environ["RANK"] != number:
+    chosen = os.environ["RANK"] == number
+    if stage == "ring":
+        in_the_ring(fault if chosen else None)
+    if not chosen or stage == "ring":
         return
     if stage == stages.SPAWN:
         rank.die_with_parent()  # what a rank begins with

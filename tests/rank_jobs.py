@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgtp.runtime.communicator import Communicator, GroupCommunicator
+from mgtp.runtime.communicator import Communicator, GroupCommunicator, SingleRank
 from mgtp.runtime.messages import Request, SequenceStep, Step, Stop
 from mgtp.runtime.options import RankOptions
 from mgtp.runtime.rank_worker import RankWorker
 from mgtp.runtime.runner import Place
 from mgtp.runtime.sampling_params import SamplingParams
+from tests.world import MeshRanks
 
 
 @dataclass
@@ -38,11 +39,12 @@ class GroupLink:
         return box[0]
 
 
-def load_worker(communicator: Communicator, shard_set: str, **options: Any) -> RankWorker:
+def load_worker(ranks: Communicator | MeshRanks, shard_set: str, **options: Any) -> RankWorker:
     """A rank that is loaded and warm."""
-    rank_options = RankOptions(shard_set, communicator.size, "cpu", [], **options)
-    worker = RankWorker(GroupLink(communicator, rank_options))  # type: ignore[arg-type]
-    worker.place = Place(torch.device("cpu"), communicator)
+    mesh = ranks if isinstance(ranks, MeshRanks) else MeshRanks(ranks, ranks, SingleRank())
+    rank_options = RankOptions(shard_set, mesh.tp.size, "cpu", [], mesh.cp.size, **options)
+    worker = RankWorker(GroupLink(mesh.all, rank_options))  # type: ignore[arg-type]
+    worker.place = Place(torch.device("cpu"), mesh.tp, mesh.cp)
     worker.load()
     worker.allocate()
     worker.warm_up()
@@ -72,7 +74,7 @@ def chunked_logits(communicator: Communicator, shard_set: str, prompt: list[int]
 
 def prompt_step(worker: RankWorker, prompt: list[int], start: int, stop: int, prompt_len: int = 0) -> Step:
     """A step that computes tokens [start, stop) of one prompt, with plain tables that never free a block."""
-    blocks = -(-len(prompt) // worker.options.block_size)
+    blocks = -(-len(prompt) // worker.demand.block_span)
     tables = [list(range(1, blocks + 1)) for _ in worker.num_blocks]
     return Step([SequenceStep(0, start, prompt[start:stop], prompt_len or len(prompt), True, tables)])
 

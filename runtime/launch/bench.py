@@ -84,6 +84,7 @@ class BenchReport(msgspec.Struct):
 
     device: str
     tp_size: int
+    cp_size: int
     dtype: str
     weight_bytes: int
     ready_s: float
@@ -129,6 +130,7 @@ class Bench:
         return BenchReport(
             device=ready[0].device,
             tp_size=self.plan.tp_size,
+            cp_size=len(ready) // self.plan.tp_size,
             dtype=self.plan.dtype,
             weight_bytes=weights,
             ready_s=self.started.seconds,
@@ -144,7 +146,7 @@ class Bench:
     def _ceiling(self) -> Ceiling:
         self.started.group.send(MeasureCeiling())
         reports: dict[int, CeilingReport] = {}
-        while len(reports) < self.plan.tp_size:
+        while len(reports) < len(self.started.ready):
             message = self.started.group.receive(TIMEOUT_SECONDS)
             if message is None:
                 raise RankError("a rank did not report its device's limits", "run again with --debug")

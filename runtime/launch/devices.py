@@ -66,8 +66,10 @@ class Placement:
     detected: tuple[Gpu, ...]
 
 
-def place_ranks(tp_size: int, device: str, devices: list[int] | None, allow_shared: bool) -> Placement:
-    """Choose a device for every rank, before anything is started.
+def place_ranks(
+    tp_size: int, device: str, devices: list[int] | None, allow_shared: bool, cp_size: int = 1
+) -> Placement:
+    """Choose a device for every one of tp_size * cp_size ranks, before anything is started.
 
     Raises UsageError for an unknown device or an index that does not exist, DeviceError when there are fewer devices
     than ranks and sharing was not allowed.
@@ -91,12 +93,20 @@ def place_ranks(tp_size: int, device: str, devices: list[int] | None, allow_shar
             raise UsageError(f"--devices {index} does not exist", f"valid: 0 to {len(gpus) - 1}")
     if len(set(chosen)) < len(chosen) and not allow_shared:
         raise UsageError(f"--devices {','.join(map(str, chosen))} names a device twice", "add --allow-shared-device")
-    if len(chosen) < tp_size and not allow_shared:
-        raise DeviceError(
-            f"tp size {tp_size} needs {tp_size} devices, {len(chosen)} of {len(gpus)} visible GPU(s) can be used",
-            f"shard for --tp-size {len(chosen)}, use --device cpu, or put several ranks on one GPU with --allow-shared-device",
-        )
-    return Placement("cuda", tuple(chosen[r % len(chosen)] for r in range(tp_size)), tuple(gpus))
+    num_ranks = tp_size * cp_size
+    if len(chosen) < num_ranks and not allow_shared:
+        raise _too_few(tp_size, cp_size, len(chosen), len(gpus))
+    return Placement("cuda", tuple(chosen[r % len(chosen)] for r in range(num_ranks)), tuple(gpus))
+
+
+def _too_few(tp_size: int, cp_size: int, usable: int, visible: int) -> DeviceError:
+    """The refusal of more ranks than devices, with a size that would do."""
+    shape = f"tp size {tp_size}" + (f" x cp size {cp_size}" if cp_size > 1 else "")
+    fewer = f"use --cp-size {usable // tp_size}" if usable >= tp_size else f"shard for --tp-size {usable}"
+    return DeviceError(
+        f"{shape} needs {tp_size * cp_size} devices, {usable} of {visible} visible GPU(s) can be used",
+        f"{fewer}, use --device cpu, or put several ranks on one GPU with --allow-shared-device",
+    )
 
 
 def _detect(device: str) -> list[Gpu]:

@@ -35,12 +35,14 @@ class RankMemory(msgspec.Struct):
     device_free_bytes: int
     device_total_bytes: int
     kv_cache_tokens: int
+    kv_cache_bytes: int
 
 
 class MemoryProbe(msgspec.Struct):
     """All ranks; `within_plan` when each of them is."""
 
     tp_size: int
+    cp_size: int
     total_weight_bytes: int
     within_plan: bool
     ranks: list[RankMemory]
@@ -52,10 +54,10 @@ def probe(started: StartedGroup, plan: ShardPlan) -> MemoryProbe:
         raise MgtpError("memory of CPU ranks is measured through /proc, which this system lacks", "run it on Linux")
     started.group.send(MeasureMemory())
     reports: dict[int, MemoryReport] = {}
-    while len(reports) < plan.tp_size:
+    while len(reports) < len(started.ready):
         message = started.group.receive(TIMEOUT_SECONDS)
         if message is None:
-            late = next(r for r in range(plan.tp_size) if r not in reports)
+            late = next(r.rank for r in started.ready if r.rank not in reports)
             raise RankError(
                 f"rank {late} did not report its memory within {TIMEOUT_SECONDS:g} s", "run again with --debug"
             )
@@ -63,11 +65,11 @@ def probe(started: StartedGroup, plan: ShardPlan) -> MemoryProbe:
             reports[message.rank] = message
     total = sum(r.weight_bytes for r in reports.values())
     ranks = [_compare(plan, reports[ready.rank], ready.device, total) for ready in started.ready]
-    return MemoryProbe(plan.tp_size, total, all(r.within_plan for r in ranks), ranks)
+    return MemoryProbe(plan.tp_size, len(ranks) // plan.tp_size, total, all(r.within_plan for r in ranks), ranks)
 
 
 def _compare(plan: ShardPlan, report: MemoryReport, device: str, total: int) -> RankMemory:
-    planned = plan.ranks[report.rank]
+    planned = plan.ranks[report.rank % plan.tp_size]
     # The whole data section is brought over, padding included; pages round it up.
     expected = planned.bytes - planned.data_offset
     off = abs(report.weight_bytes - expected)
@@ -84,4 +86,5 @@ def _compare(plan: ShardPlan, report: MemoryReport, device: str, total: int) -> 
         device_free_bytes=report.device_free_bytes,
         device_total_bytes=report.device_total_bytes,
         kv_cache_tokens=report.kv_cache_tokens,
+        kv_cache_bytes=report.kv_cache_bytes,
     )

@@ -36,6 +36,7 @@ COLLECTIVE_MARGIN = 60.0
 class LaunchOptions:
     """What the user says about where and how large to run. `step_timeout` None: what suits the device."""
 
+    cp_size: int = 1
     device: str = "auto"
     devices: tuple[int, ...] | None = None
     allow_shared_device: bool = False
@@ -87,10 +88,11 @@ def start_limits(shard_set: ShardSet, cluster: Cluster | None = None) -> dict[st
 
 def place_local_ranks(shard_set: ShardSet, options: LaunchOptions) -> Placement:
     """A device for every rank of this node; raises UsageError or DeviceError when there are too few."""
-    cluster, num_ranks = options.cluster, shard_set.plan.tp_size
-    here = num_ranks if cluster is None else len(cluster.ranks_of(cluster.node, num_ranks))
+    cluster, tp_size, cp_size = options.cluster, shard_set.plan.tp_size, options.cp_size
+    if cluster is not None:  # some of the ranks, whichever they are
+        tp_size, cp_size = len(cluster.ranks_of(cluster.node, tp_size * cp_size)), 1
     devices = None if options.devices is None else list(options.devices)
-    placement = place_ranks(here, options.device, devices, options.allow_shared_device)
+    placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device, cp_size)
     log.info(describe(placement, options.device))
     return placement
 
@@ -104,6 +106,7 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
     rank_options = RankOptions(
         shard_set=str(shard_set.path.resolve()),
         tp_size=shard_set.plan.tp_size,
+        cp_size=options.cp_size,
         device=placement.device,
         devices=list(placement.indices),
         allow_shared_device=options.allow_shared_device,
@@ -145,6 +148,7 @@ def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
         length or min(options.block_size, model.max_position),
         options.max_batch_tokens,
         options.block_size,
+        options.cp_size,
     )
     for rank in range(plan.tp_size):
         plan_blocks(model, plan.shared_axes(), rank, demand, options.kv_cache_bytes, itemsize(plan.dtype))

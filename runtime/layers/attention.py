@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 from ...shardplan.config import Attention as AttentionConfig
 from ..batch import ForwardBatch
+from ..context_batch import ContextBatch
 from ..paged import PagedBatch
+from .context_attention import ContextAttention
 
 if TYPE_CHECKING:
     from .paged_attention import PagedAttention
@@ -29,6 +31,8 @@ class CachedAttention:
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """q [T, q, D], k and v [T, kv, D] (None: another layer has written them) -> [T, q*D]"""
+        if isinstance(batch, ContextBatch):
+            return self.over_context(q, k, v, batch)
         if k is not None and v is not None:
             batch.cache.write(self.index, k, v, batch.slots)
         if isinstance(batch, PagedBatch):
@@ -47,6 +51,11 @@ class CachedAttention:
         from .paged_attention import PagedAttention
 
         return PagedAttention(self.index, self.config, self.sinks)
+
+    @cached_property
+    def over_context(self) -> ContextAttention:
+        """The same where the ranks of the cp axis share out tokens and cache."""
+        return ContextAttention(self.index, self.config, self.sinks)
 
     def _decode(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """One token a sequence: all sequences at once, padded to the longest."""

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 
 from ...shardplan.config import DeltaNet
 from ..batch import ForwardBatch
+from ..context_batch import ContextBatch
 from .activation import ACTIVATIONS
 from .builder import LayerBuilder
-from .delta_rule import delta_chunks, delta_step
+from .delta_passing import PassedAlong
+from .delta_rule import PreparedChunks, delta_step, prepare_chunks, run_chunks
 
 _NORM_EPS = 1e-6  # of the unit-length queries and keys
 
@@ -57,8 +59,10 @@ class GatedDeltaNet:
             rows, slots = _single_tokens(batch, ends)
             out[rows] = self._step(qkv[rows], g[rows], beta[rows], batch, slots)
         for s, count in enumerate(batch.query_lens):
-            if count > 1:
-                span, slot = slice(ends[s] - count, ends[s]), batch.state_slots[s : s + 1]
+            span, slot = slice(ends[s] - count, ends[s]), batch.state_slots[s : s + 1]
+            if isinstance(batch, ContextBatch) and s >= batch.num_whole:
+                out[span] = self._over_context(qkv[span], g[span], beta[span], batch, s)
+            elif count > 1:
                 out[span] = self._chunks(qkv[span], g[span], beta[span], batch, slot)
         return out
 
@@ -77,17 +81,45 @@ class GatedDeltaNet:
     ) -> torch.Tensor:
         """n tokens of the sequence in `slot` [1]: qkv [n, C], g and beta [n, v] -> [n, v, dv]."""
         state = batch.states.layer(self.index)[1]
-        q, k, v = (x.transpose(0, 1) for x in self._heads(self._convolve(qkv.unsqueeze(0), batch, slot).squeeze(0)))
-        out, new = delta_chunks(q, k, v, g.T, beta.T, state[slot].squeeze(0))
+        prepared = self._prepare(self._convolve(qkv.unsqueeze(0), batch, slot).squeeze(0), g, beta)
+        out, new = run_chunks(prepared, state[slot].squeeze(0))
         state.index_copy_(0, slot, new.unsqueeze(0))
         return out.transpose(0, 1)
+
+    def _over_context(
+        self, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, batch: ContextBatch, s: int
+    ) -> torch.Tensor:
+        """This rank's tokens of sequence `s`, which ranks share out: qkv [n, C], g and beta [n, v] -> [n, v, dv].
+
+        All ranks prepare their pieces at once; then the state is passed along the sequence, from piece to piece.
+        """
+        layout, slot = batch.layouts[s - batch.num_whole], batch.state_slots[s]
+        history, state = batch.states.layer(self.index)
+        passed = PassedAlong(layout, batch.communicator)
+        sizes = [stop - start for start, stop in layout.pieces[batch.communicator.rank]]
+        before, history[slot] = passed.inputs_before(qkv, history[slot])
+        prepared = [
+            self._prepare(self._mix(torch.cat([earlier, own]).unsqueeze(0)).squeeze(0), gate, strength)
+            for earlier, own, gate, strength in zip(before, *(x.split(sizes) for x in (qkv, g, beta)), strict=True)
+        ]
+        outputs, state[slot] = passed.states(prepared, state[slot])
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    def _prepare(self, channels: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> PreparedChunks:
+        """Of n tokens after the convolution: channels [n, C], g and beta [n, v]."""
+        q, k, v = (x.transpose(0, 1) for x in self._heads(channels))
+        return prepare_chunks(q, k, v, g.T, beta.T)
 
     def _convolve(self, inputs: torch.Tensor, batch: ForwardBatch, slots: torch.Tensor) -> torch.Tensor:
         """Causal depthwise convolution over time, then the activation: n new tokens of S sequences, [S, n, C] -> same."""
         history = batch.states.layer(self.index)[0]
         longer = torch.cat([history[slots], inputs], dim=1)
         history.index_copy_(0, slots, longer[:, inputs.shape[1] :])
-        mixed = F.conv1d(longer.transpose(1, 2), self.kernel, groups=len(self.kernel))
+        return self._mix(longer)
+
+    def _mix(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[S, K - 1 + n, C] -> [S, n, C]"""
+        mixed = F.conv1d(inputs.transpose(1, 2), self.kernel, groups=len(self.kernel))
         return self.activation(mixed).transpose(1, 2)
 
     def _heads(self, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

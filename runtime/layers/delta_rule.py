@@ -9,6 +9,8 @@ Everything is float32; queries and keys are of unit length, queries scaled.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -29,13 +31,38 @@ def delta_step(
     return (q.unsqueeze(-2) @ state).squeeze(-2), state
 
 
+class PreparedChunks(NamedTuple):
+    """What N chunks of tokens do, as far as it does not depend on the state before them; all [h, N, ..].
+
+    q and k carry the decay from a chunk's start and to its end; `attention` [C, C] is among a chunk's own tokens; of
+    what a token writes, `fresh` [C, dv] is new, and `known` [C, dk] asks the state what it says already.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    attention: torch.Tensor
+    fresh: torch.Tensor
+    known: torch.Tensor
+    over_chunk: torch.Tensor
+    num_tokens: int
+
+
 def delta_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """n tokens of one sequence: q, k [h, n, dk], v [h, n, dv], g, beta [h, n], state [h, dk, dv].
 
-    Returns the outputs [h, n, dv] and the new state. Equal to n steps, but chunks of tokens are worked on in parallel
-    (section 3 of the paper; the triangular systems come from the WY form of the product of the corrections).
+    Returns the outputs [h, n, dv] and the new state.
+    """
+    return run_chunks(prepare_chunks(q, k, v, g, beta), state)
+
+
+def prepare_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> PreparedChunks:
+    """The larger part of the work, which needs no state: all chunks in parallel.
+
+    Section 3 of the paper; the triangular systems come from the WY form of the product of the corrections.
     """
     tokens = q.shape[1]
     # Padding has beta 0 and g 0: it changes nothing.
@@ -55,13 +82,18 @@ def delta_chunks(
 
     attention = (q @ k.transpose(-1, -2)) * decay
     q, k = q * from_start, k * decay[..., -1, :].unsqueeze(-1)
-    over_chunk = from_start[..., -1:, :]
+    return PreparedChunks(q, k, attention, fresh, known, from_start[..., -1:, :], tokens)
+
+
+def run_chunks(chunks: PreparedChunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the state [h, dk, dv] through all chunks: the outputs [h, n, dv], and the state after them."""
+    q, k, attention, fresh, known, over_chunk, num_tokens = chunks
     outputs = []
     for i in range(q.shape[1]):
         written = fresh[:, i] - known[:, i] @ state
         outputs.append(q[:, i] @ state + attention[:, i] @ written)
         state = state * over_chunk[:, i] + k[:, i].transpose(-1, -2) @ written
-    return torch.cat(outputs, dim=1)[:, :tokens], state
+    return torch.cat(outputs, dim=1)[:, :num_tokens], state
 
 
 def _decays(g: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Decoder:
         x, residual = self.begin(batch), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
-        x, _ = self.norm.add(x[batch.logit_rows], None if residual is None else residual[batch.logit_rows])
+        x, _ = self.norm.add(batch.logit_rows_of(x), None if residual is None else batch.logit_rows_of(residual))
         return self.head(x)
 
     def begin(self, batch: ForwardBatch) -> torch.Tensor:

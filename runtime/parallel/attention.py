@@ -27,10 +27,10 @@ from .sequence import gather_parts
 GATHER_BYTES = 64 << 20
 """Keys and values of all ranks together that are gathered at once; more go round a ring, a rank's part at a time."""
 
-KEY_CHUNK = 4096
+KEY_CHUNK = 1024
 """Keys that one query's scores are worked out for at a time, which bounds the memory of a long context."""
 
-_NOWHERE = 1 << 62
+NOWHERE = 1 << 62
 """The position of a key that no query sees."""
 
 
@@ -53,19 +53,16 @@ class Partial(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which keys a query at `queries` [.., n] may see: none later, none `window` or more back, none from `stop` on."""
+    """Which keys a query at `queries` [.., n] may see: none that are later, none that are `window` or more back."""
 
     queries: torch.Tensor
     window: int | None = None
-    stop: int | None = None
 
     def of(self, positions: torch.Tensor) -> torch.Tensor:
         """[.., n, m]: whether each query sees the key at each of `positions` [m]."""
         queries = self.queries.unsqueeze(-1)
         seen = positions <= queries
-        if self.window is not None:
-            seen = seen & (positions > queries - self.window)
-        return seen if self.stop is None else seen & (positions < self.stop)
+        return seen if self.window is None else seen & (positions > queries - self.window)
 
 
 def exchange(
@@ -73,11 +70,12 @@ def exchange(
     values: torch.Tensor,
     positions: Sequence[torch.Tensor],
     communicator: Communicator,
-    gather_bytes: int = GATHER_BYTES,
+    gather_bytes: int | None = None,
 ) -> Iterator[KeyPart]:
     """The keys and values of every rank, this one's being `keys` and `values`; `positions` are those of every rank.
 
-    At once when they are few bytes, which is one message; else rank by rank round a ring, in the memory of two parts.
+    At once when they are at most `gather_bytes` (None: GATHER_BYTES), which is one message; else rank by rank round a
+    ring, in the memory of two parts.
     """
     if communicator.size == 1:
         yield KeyPart(keys, values, positions[0])
@@ -85,7 +83,7 @@ def exchange(
     sizes = [len(p) for p in positions]
     both = torch.stack([keys, values])
     key_bytes = math.prod(keys.shape[:-2]) * keys.shape[-1] * keys.element_size()
-    if 2 * key_bytes * sum(sizes) <= gather_bytes:
+    if 2 * key_bytes * sum(sizes) <= (GATHER_BYTES if gather_bytes is None else gather_bytes):
         gathered = copy_to_ranks(gather_parts(both, sizes, communicator, dim=-2), communicator)
         yield KeyPart(gathered[0], gathered[1], torch.cat(list(positions)))
         return
@@ -94,7 +92,7 @@ def exchange(
     both = F.pad(both, (0, 0, 0, widest - keys.shape[-2]))
     for turn in range(communicator.size):
         source = (communicator.rank - turn) % communicator.size
-        yield KeyPart(both[0], both[1], F.pad(positions[source], (0, widest - sizes[source]), value=_NOWHERE))
+        yield KeyPart(both[0], both[1], F.pad(positions[source], (0, widest - sizes[source]), value=NOWHERE))
         if turn < communicator.size - 1:
             both = shift(both, communicator)
 

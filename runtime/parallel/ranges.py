@@ -26,14 +26,6 @@ class SequenceLayout:
         """How many positions each rank has."""
         return [sum(stop - start for start, stop in pieces) for pieces in self.pieces]
 
-    def restored(self) -> list[int]:
-        """Where in the ranks' parts, one after another, each position of the sequence is."""
-        places, at = [0] * self.length, 0
-        for start, stop in (piece for pieces in self.pieces for piece in pieces):
-            places[start:stop] = range(at, at + stop - start)
-            at += stop - start
-        return places
-
 
 def even_ranges(length: int, parts: int) -> list[Range]:
     """[0, length) in `parts` ranges whose sizes differ by at most one; some are empty when there are more than positions."""

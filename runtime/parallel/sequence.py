@@ -28,11 +28,20 @@ def gather_parts(x: torch.Tensor, sizes: Sequence[int], communicator: Communicat
     return _GatherParts.apply(x, sizes, communicator, dim)  # type: ignore[return-value]
 
 
-def gather_sequence(x: torch.Tensor, layout: SequenceLayout, communicator: Communicator, dim: int = 0) -> torch.Tensor:
-    """[.., n, ..] -> [.., L, ..]: the whole sequence, in its own order, on every rank."""
+def gather_sequence(
+    x: torch.Tensor, layout: SequenceLayout, communicator: Communicator, dim: int = 0, order: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[.., n, ..] -> [.., L, ..]: the whole sequence, in its own order, on every rank.
+
+    `order` is `restored_order(layout)`, for callers that gather often.
+    """
     parts = gather_parts(x, layout.sizes, communicator, dim)
-    order = torch.tensor(layout.restored(), dtype=torch.int64, device=x.device)
-    return parts.index_select(dim, order)
+    return parts.index_select(dim, restored_order(layout, x.device) if order is None else order)
+
+
+def restored_order(layout: SequenceLayout, device: torch.device | None = None) -> torch.Tensor:
+    """[L]: where in the ranks' parts, one after another, each position of the sequence is."""
+    return torch.cat([own_positions(layout, rank, device) for rank in range(len(layout.pieces))]).argsort()
 
 
 def scatter_sequence(x: torch.Tensor, layout: SequenceLayout, communicator: Communicator, dim: int = 0) -> torch.Tensor:

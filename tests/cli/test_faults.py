@@ -22,6 +22,22 @@ def test_share_of_the_matrix(case, run_folder, tiny_checkpoint, sharded):
     fault_matrix.run(case, run_folder, sharded(tiny_checkpoint("base"), 2))
 
 
+RING = ("--cp-size", "2", "--prompt-tokens", "60", "--max-batch-tokens", "20", "--block-size", "4")
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        ("kill", 1),
+        ("hang", 0),
+        *(pytest.param(f, 1, marks=pytest.mark.soak) for f in ("raise", "exit", "stop", "hang")),
+    ],
+)
+def test_a_rank_that_fails_while_keys_go_round_the_ring(fault, rank, run_folder, tiny_checkpoint, sharded):
+    case = fault_matrix.Case("running", fault, rank, "bench", RING, place="ring")
+    fault_matrix.run(case, run_folder, sharded(tiny_checkpoint("base"), 1))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(rank, run_folder, tiny_checkpoint, sharded):
     """One of two ranks does not come to a collective in which the other waits: Python's stacks tell which."""

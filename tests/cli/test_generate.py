@@ -178,6 +178,22 @@ def test_probe_memory_reports_about_one_nth(tmp_path, smollm2, sharded):
     assert report["total_weight_bytes"] == sum(r["weight_bytes"] for r in report["ranks"])
 
 
+def test_context_ranks_share_out_sequences_and_cache(tmp_path, base, base_tp2):
+    """Two ranks of each file: the same ids, and each keeps its part of the cache."""
+    _, prompt, greedy = base
+    cp = ("--cp-size", "2", "--device", "cpu", "--json")
+    options = ("--prompt-ids", prompt, "--temperature", "0", "--max-tokens", "24", "--ignore-eos")
+    document = json.loads(mgtp(tmp_path, "generate", base_tp2, *options, *cp).out)
+    assert document["token_ids"] == greedy
+    assert [r["file"] for r in document["ranks"]] == [f"rank-{i}-of-2.safetensors" for i in (0, 1, 0, 1)]
+    report = json.loads(mgtp(tmp_path, "probe-memory", base_tp2, *cp).out)
+    assert (report["tp_size"], report["cp_size"], report["within_plan"]) == (2, 2, True)
+    # 256 positions in blocks of 2 x 16, and a scratch block; 2 layers, 2 kv heads of 8 numbers, keys and values.
+    for rank in report["ranks"]:
+        assert rank["kv_cache_tokens"] == 256
+        assert rank["kv_cache_bytes"] == (256 // 32 + 1) * 16 * 2 * 2 * 8 * 2 * 4
+
+
 def test_a_rank_that_loads_too_much_fails_the_probe(tmp_path, smollm2, sharded, monkeypatch, capsys):
     """The ranks run a module that copies its weights besides mapping them."""
     from mgtp.cli.app import main

@@ -128,7 +128,7 @@ def plan_json(tmp_path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
 def test_plan_json(tmp_path: Path, model: Path) -> None:
     document = plan_json(tmp_path, str(model), "--tp-size", "3")
     assert set(document) == {
-        "model", "is_shard_set", "architecture", "tp_size", "dtype", "shares", "fingerprint", "total_weight_bytes",
+        "model", "is_shard_set", "architecture", "tp_size", "cp_size", "dtype", "shares", "fingerprint", "total_weight_bytes",
         "imbalance", "even_tp_sizes", "axes", "ties", "notes", "ranks", "fit",
     }  # fmt: skip
     assert set(document["ranks"][0]) == {

@@ -105,19 +105,20 @@ def test_delta_net_state_is_fixed() -> None:
     window=st.one_of(st.none(), st.integers(1, 5000)),
     budget=st.integers(0, 1 << 36),
     tp_size=st.sampled_from([1, 2, 3, 8, 16]),
+    cp_size=st.sampled_from([1, 2, 3, 8]),
     itemsize=st.sampled_from([2, 4]),
 )
-def test_agrees_with_the_runtime(window: int | None, budget: int, tp_size: int, itemsize: int) -> None:
+def test_agrees_with_the_runtime(window: int | None, budget: int, tp_size: int, cp_size: int, itemsize: int) -> None:
     """The same blocks and the same longest context as the ranks will choose, for one sequence."""
     full = llama_8b()
     assert full.layers[0].attention is not None
     windowed = replace(full.layers[0], attention=replace(full.layers[0].attention, window=window))
     model = replace(full, layers=(*full.layers[:3], windowed))
     axes = model_axes(model, [1] * tp_size)
-    cache = cache_needs(model, axes, tp_size - 1, itemsize)
+    cache = cache_needs(model, axes, tp_size - 1, itemsize, cp_size)
     blocks = [block_bytes(model, axes, tp_size - 1, g, BLOCK_TOKENS, itemsize) for g in cache_groups(model)]
     assert sorted(size for _, size in cache.groups) == sorted(blocks)
-    demand = CacheDemand(1, model.max_position, STEP_TOKENS, BLOCK_TOKENS)
+    demand = CacheDemand(1, model.max_position, STEP_TOKENS, BLOCK_TOKENS, cp_size)
     expected = longest_context(model, axes, tp_size - 1, demand, budget, itemsize)
     assert cache.longest(budget, model.max_position) == expected
 
@@ -139,6 +140,15 @@ def test_counts_are_the_largest_that_fit(budget: int, length: int) -> None:
     longest = cache.longest(budget, 131072)
     assert longest == 0 or cache.total(1, longest) <= budget
     assert longest == 131072 or cache.total(1, longest + BLOCK_TOKENS) > budget
+
+
+def test_context_ranks_share_out_the_cache() -> None:
+    """Each of 4 keeps a quarter: a token costs it a quarter, and it has room for 4 times the context."""
+    model, axes = llama_8b(), model_axes(llama_8b(), [1, 1])
+    one, four = (cache_needs(model, axes, 0, 2, cp_size) for cp_size in (1, 4))
+    assert one.bytes_per_token == 4 * four.bytes_per_token
+    budget = one.total(1, 8192)
+    assert (one.longest(budget, 131072), four.longest(budget, 131072)) == (8192, 4 * 8192)
 
 
 # --- the whole device -------------------------------------------------------------------------------------------------
@@ -254,7 +264,7 @@ def test_fit_of_unequal_devices_proposes_shares() -> None:
 def test_wrong_questions() -> None:
     source = llama_source()
     plan, model = make_plan(source, 3), parse_config(source.config)
-    with pytest.raises(UsageError, match="--device-memory has 2 sizes, the tp size is 3"):
+    with pytest.raises(UsageError, match="--device-memory has 2 sizes, there are 3 rank"):
         report_fit(plan, model, [GIB, GIB], None)
     with pytest.raises(UsageError, match="--max-model-len 257 is more than the model's 256 positions"):
         report_fit(plan, model, [GIB], 257)

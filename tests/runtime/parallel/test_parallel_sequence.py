@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mgtp.runtime.parallel.attention import KeyPart, Visibility, attend
 from mgtp.runtime.parallel.ranges import SequenceLayout, head_and_tail, one_after_another
+from mgtp.runtime.parallel.sequence import restored_order
 from tests.parallel_jobs import attention, gradient, leaf, loss, random, there_and_back
 
 SIZES = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.soak))
@@ -30,7 +31,7 @@ def test_head_and_tail_covers_once_and_balances(length, ranks):
     layout = head_and_tail(length, ranks)
     positions = [p for own in layout.pieces for start, stop in own for p in range(start, stop)]
     assert sorted(positions) == list(range(length))
-    assert [positions[i] for i in layout.restored()] == list(range(length))
+    assert [positions[i] for i in restored_order(layout)] == list(range(length))
     work = [sum(p + 1 for start, stop in own for p in range(start, stop)) for own in layout.pieces]
     # Pieces differ by a position at most, and no position is more work than the last.
     assert max(work) - min(work) <= 2 * length

@@ -1,0 +1,125 @@
+"""Softmax attention over a cache that the ranks of the cp axis share out.
+
+Sequences that every rank computes whole: each rank attends to what it keeps, and what the ranks found is merged.
+Sequences that are shared out: each rank attends with its own queries to all keys. Those of the step's new tokens are
+gathered (they are few, a step being bounded); those of earlier ones come from the ranks that keep them.
+
+Shapes: t tokens of this rank, T of the step, S sequences, q and kv heads, G = q / kv, m kept tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+
+from ...shardplan.config import Attention as AttentionConfig
+from ..cache_layout import CacheGroup
+from ..context_batch import ContextBatch
+from ..parallel.attention import (
+    NOWHERE,
+    KeyPart,
+    Partial,
+    Visibility,
+    across_ranks,
+    attend,
+    attend_to_part,
+    exchange,
+    with_sinks,
+)
+
+
+class ContextAttention:
+    """One layer's attention for this rank's heads and tokens."""
+
+    def __init__(self, index: int, config: AttentionConfig, sinks: torch.Tensor | None) -> None:
+        self.index, self.config, self.sinks = index, config, sinks
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, batch: ContextBatch
+    ) -> torch.Tensor:
+        """q [t, q, D], k and v [t, kv, D] (None: another layer has written them) -> [t, q*D]"""
+        new = None
+        if k is not None and v is not None:
+            new = batch.gather_tokens(torch.stack([k, v]), dim=1)
+            batch.cache.write(self.index, new[0, batch.kept], new[1, batch.kept], batch.slots)
+        heads = batch.cache.layer(self.index)[0].shape[2]
+        grouped = q.view(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [kv, G, t, D]
+        outputs = []
+        if batch.num_copied:
+            outputs.append(self._whole(grouped[:, :, : batch.num_copied], batch))
+        begin, first_new = batch.num_copied, batch.num_copied
+        for s in range(batch.num_whole, len(batch.query_lens)):
+            own, every = batch.query_lens[s], batch.kv_lens[s] - batch.starts[s]
+            of_step = None if new is None else new[:, first_new : first_new + every].transpose(1, 2)
+            rows = slice(begin, begin + own)
+            outputs.append(self._shared(grouped[:, :, rows], s, batch.positions[rows], of_step, batch))
+            begin, first_new = begin + own, first_new + every
+        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(1)
+
+    def _whole(self, q: torch.Tensor, batch: ContextBatch) -> torch.Tensor:
+        """[kv, G, n, D] of the sequences that every rank computes -> the same."""
+        found = self._decode(q, batch) if batch.decode_only else self._in_turn(q, batch)
+        merged = across_ranks(found, batch.communicator)
+        out = merged.out if self.sinks is None else with_sinks(merged, self.sinks.view(q.shape[:2]))
+        return out.to(q.dtype)
+
+    def _decode(self, q: torch.Tensor, batch: ContextBatch) -> Partial:
+        """One token a sequence: all sequences at once, padded to the longest."""
+        part = self._kept(slice(None), min(batch.starts), max(batch.kv_lens), batch)
+        visible = Visibility(batch.positions.unsqueeze(1), self.config.window)
+        found = attend_to_part(q.permute(2, 0, 1, 3).unsqueeze(3), visible, part, self.config.scaling)
+        return Partial(found.out.squeeze(3).permute(1, 2, 0, 3), found.lse.squeeze(3).permute(1, 2, 0))
+
+    def _in_turn(self, q: torch.Tensor, batch: ContextBatch) -> Partial:
+        """Sequences of any lengths, one by one."""
+        found, begin = [], 0
+        for s, count in enumerate(batch.query_lens[: batch.num_whole]):
+            keys, values, at = self._kept(slice(s, s + 1), batch.starts[s], batch.kv_lens[s], batch)
+            visible = Visibility(batch.positions[begin : begin + count], self.config.window)
+            part = KeyPart(keys[0], values[0], at)
+            found.append(attend_to_part(q[:, :, begin : begin + count], visible, part, self.config.scaling))
+            begin += count
+        return Partial(torch.cat([f.out for f in found], dim=2), torch.cat([f.lse for f in found], dim=2))
+
+    def _shared(
+        self, q: torch.Tensor, s: int, positions: torch.Tensor, new: torch.Tensor | None, batch: ContextBatch
+    ) -> torch.Tensor:
+        """[kv, G, n, D] of this rank's tokens of sequence `s`, at `positions` [n] -> the same.
+
+        `new` [2, kv, .., D]: keys and values of all of the sequence's new tokens; None: they are in the cache alone.
+        """
+        start, stop = batch.starts[s], batch.kv_lens[s]
+        parts: Iterable[KeyPart] = ()
+        if new is not None:
+            parts, stop = [KeyPart(new[0], new[1], torch.arange(start, stop, device=q.device))], start
+        if self._group(batch).first_needed(start) < stop:
+            keys, values, _ = self._kept(slice(s, s + 1), start, stop, batch)
+            held = [self._positions(rank, start, stop, batch) for rank in range(batch.communicator.size)]
+            parts = chain(parts, exchange(keys[0], values[0], held, batch.communicator))
+        sinks = None if self.sinks is None else self.sinks.view(q.shape[:2])
+        return attend(q, Visibility(positions, self.config.window), parts, self.config.scaling, sinks)
+
+    def _kept(self, rows: slice, start: int, stop: int, batch: ContextBatch) -> KeyPart:
+        """What this rank keeps of tokens before `stop` that a query at `start` or later can see: [S, kv, m, D]."""
+        keys, values, group = batch.cache.layer(self.index)
+        first, last = self._blocks(start, stop, batch)
+        tables = batch.tables[group][rows, first:last]
+        keys, values = (cache[tables].flatten(1, 2).transpose(1, 2) for cache in (keys, values))
+        return KeyPart(keys, values, self._positions(batch.communicator.rank, start, stop, batch))
+
+    def _positions(self, rank: int, start: int, stop: int, batch: ContextBatch) -> torch.Tensor:
+        """[m]: where the tokens are that `rank` keeps, as `_kept` has them."""
+        size, num_ranks, device = batch.cache.block_size, batch.communicator.size, batch.positions.device
+        first, last = self._blocks(start, stop, batch)
+        runs = torch.arange(first, last, device=device) * num_ranks + rank
+        at = (runs.unsqueeze(1) * size + torch.arange(size, device=device)).flatten()
+        return at.masked_fill(at >= stop, NOWHERE)
+
+    def _blocks(self, start: int, stop: int, batch: ContextBatch) -> tuple[int, int]:
+        span = batch.cache.block_size * batch.communicator.size
+        return self._group(batch).first_needed(start) // span, -(-stop // span)
+
+    def _group(self, batch: ContextBatch) -> CacheGroup:
+        return batch.cache.groups[batch.cache.layer(self.index)[2]]
