@@ -127,7 +127,8 @@ def _print(report: BenchReport) -> None:
     console = Console(width=None if Console().is_terminal else 120)
     ceiling = report.ceiling
     print(
-        f"{report.device}, tp {report.tp_size}, cp {report.cp_size}, {report.dtype}, {report.weight_bytes / 1e9:.2f} GB of weights"
+        f"{report.device}, tp {report.tp_size}, cp {report.cp_size}, {report.dtype}, "
+        f"{report.weight_bytes / 1e9:.2f} GB of weights"
     )
     print(
         f"ceiling: copy {ceiling.copy_bytes_per_s / 1e12:.3f} TB/s, product {ceiling.product_flops / 1e12:.1f} TFLOP/s"

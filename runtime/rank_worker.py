@@ -171,7 +171,7 @@ class RankWorker:
         """What `mgtp plan` promises for the cache, of `free` bytes: a step needs memory too."""
         options, axes, itemsize = self.options, self.plan.shared_axes(), self.runner.dtype.itemsize
         tokens, sequences = options.max_batch_tokens, options.max_num_seqs
-        workspace = workspace_bytes(self.shard_set.model, axes, self.rank, itemsize, tokens, sequences)
+        workspace = workspace_bytes(self.shard_set.model, axes, self.tp_rank, itemsize, tokens, sequences)
         return min(int(free * CACHE_FRACTION), free - workspace)
 
     def least(self, value: int) -> int:

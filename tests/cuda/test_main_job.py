@@ -98,6 +98,18 @@ def test_ranks_that_share_a_device_agree_with_one(short_folder, medium, sharded)
     assert outputs[0] == outputs[1]
 
 
+def test_context_ranks_that_share_a_device_agree_with_one(short_folder, medium, sharded):
+    """In float32: with cp, attention is made of other operations, whose rounding is not that of the kernels."""
+    prompt = ",".join(map(str, range(10, 60)))
+    options = ("--temperature", "0", "--max-tokens", "48", "--ignore-eos", "--json", "--device", "cuda")
+    outputs = []
+    for tp_size, cp_size in ((1, 1), (1, 2), (2, 2)):
+        cp = ("--cp-size", str(cp_size), "--allow-shared-device", "--devices", "0")
+        run = mgtp(short_folder, "generate", sharded(medium, tp_size, "float32"), "--prompt-ids", prompt, *options, *cp)
+        outputs.append(json.loads(run.out)["token_ids"])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_over_nccl_agree_with_one(short_folder, medium, sharded):
     prompt = ",".join(map(str, range(10, 60)))
