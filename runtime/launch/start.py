@@ -102,7 +102,7 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
     check_sizes(shard_set, options)
     placement, cluster = place_local_ranks(shard_set, options), options.cluster
     step_timeout = options.step_timeout or STEP_SECONDS[placement.device]
-    check_placement(parse_collective(options.collective, ["tp"]), placement.device, placement.indices)
+    check_placement(parse_collective(options.collective, ["tp", "cp"]), placement.device, placement.indices)
     rank_options = RankOptions(
         shard_set=str(shard_set.path.resolve()),
         tp_size=shard_set.plan.tp_size,
