@@ -145,7 +145,7 @@ def serve(
     )
     set_up_logging(ctx.obj.log_level, log_format)
     if nnodes > 1 or node_rank is not None or rendezvous is not None:
-        refuse_for_nodes(restart=limit > 0, dtype=dtype, revision=revision, verify=verify_on_load)
+        refuse_for_nodes(cp_size=cp_size > 1, restart=limit > 0, dtype=dtype, revision=revision, verify=verify_on_load)
         shard_set, cluster = open_node_set(directory, tp_size, nnodes, node_rank, rendezvous)
         launch = replace(launch, cluster=cluster)
         if cluster.node > 0:

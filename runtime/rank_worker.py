@@ -154,7 +154,9 @@ class RankWorker:
     def cache_budget(self) -> int:
         """Bytes that this rank's KV cache may take: as asked for, else a part of what is free."""
         free, on_cpu = memory.take_snapshot(self.place.device).free, self.place.device.type == "cpu"
-        sharers = self.options.num_ranks if on_cpu else self.options.devices.count(self.options.devices[self.local_rank])
+        sharers = (
+            self.options.num_ranks if on_cpu else self.options.devices.count(self.options.devices[self.local_rank])
+        )
         asked = self.options.kv_cache_bytes
         if asked is None and on_cpu:
             return int(free * CPU_MEMORY_FRACTION) // sharers

@@ -88,11 +88,11 @@ def start_limits(shard_set: ShardSet, cluster: Cluster | None = None) -> dict[st
 
 def place_local_ranks(shard_set: ShardSet, options: LaunchOptions) -> Placement:
     """A device for every rank of this node; raises UsageError or DeviceError when there are too few."""
-    cluster, tp_size, cp_size = options.cluster, shard_set.plan.tp_size, options.cp_size
-    if cluster is not None:  # some of the ranks, whichever they are
-        tp_size, cp_size = len(cluster.ranks_of(cluster.node, tp_size * cp_size)), 1
+    cluster, tp_size = options.cluster, shard_set.plan.tp_size
+    if cluster is not None:  # some of the ranks
+        tp_size = len(cluster.ranks_of(cluster.node, tp_size))
     devices = None if options.devices is None else list(options.devices)
-    placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device, cp_size)
+    placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device, options.cp_size)
     log.info(describe(placement, options.device))
     return placement
 
