@@ -27,7 +27,8 @@ def load_block(fd: int, offset: int, length: int, device: torch.device) -> torch
     threads = max(1, min(MAX_THREADS, os.cpu_count() or 1, -(-length // CHUNK)))
     # One allocation for all: each is a call that stops every thread.
     buffers = torch.empty((threads, 2, min(CHUNK, max(1, length))), dtype=torch.uint8, pin_memory=True)
-    with ThreadPoolExecutor(threads) as pool:
+    # A thread begins with device 0, and going back to its stream would make a context there: half a GiB of another rank's GPU.
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=[device]) as pool:
         list(pool.map(lambda own: _copy_chunks(fd, offset, block, starts, own), buffers))
     torch.cuda.synchronize(device)
     return block

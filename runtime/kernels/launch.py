@@ -45,9 +45,11 @@ class Kernel:
         self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any], *, warps: int, stages: int = 3
     ) -> None:
         """Launch on the current stream. The first argument is a tensor on the device to use."""
-        pdl = self.trigger if not INTERPRETED and _has_dependent_launch(arguments[0].device) else 0
+        device = arguments[0].device
+        pdl = self.trigger if not INTERPRETED and _has_dependent_launch(device) else 0
         constants["PDL"] = pdl
-        key = (tuple(constants.values()), warps, stages, *map(_specialization, arguments))
+        # What is compiled is loaded into one device's context: a process that moves to another compiles again.
+        key = (device.index, tuple(constants.values()), warps, stages, *map(_specialization, arguments))
         compiled = self._compiled.get(key)
         if compiled is None:
             options = {"launch_pdl": True} if pdl else {}
