@@ -163,5 +163,7 @@ def test_loading_reads_the_file_once(medium, sharded):
 def test_probe_memory_measures_the_plan(short_folder, medium, sharded):
     run = mgtp(short_folder, "probe-memory", sharded(medium, 1, "bfloat16"), "--device", "cuda", "--json")
     rank = json.loads(run.out)["ranks"][0]
-    assert abs(rank["weight_bytes"] / rank["planned_weight_bytes"] - 1) <= 0.05, rank
+    # The allocator takes memory in pages of 20 MiB.
+    off = abs(rank["weight_bytes"] - rank["planned_weight_bytes"])
+    assert off <= max(0.05 * rank["planned_weight_bytes"], 20 << 20), rank
     assert rank["device_used_bytes"] < rank["device_total_bytes"] and os.path.basename(rank["file"]) == rank["file"]
