@@ -28,7 +28,7 @@ def load_block(fd: int, offset: int, length: int, device: torch.device) -> torch
     # One allocation for all: each is a call that stops every thread.
     buffers = torch.empty((threads, 2, min(CHUNK, max(1, length))), dtype=torch.uint8, pin_memory=True)
     # A thread begins with device 0, and going back to its stream would make a context there: half a GiB of another rank's GPU.
-    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=[device]) as pool:
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         list(pool.map(lambda own: _copy_chunks(fd, offset, block, starts, own), buffers))
     torch.cuda.synchronize(device)
     return block
