@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from .messages import RankMemory
+
 _PROC = Path("/proc")
 
 
@@ -36,6 +38,13 @@ def take_snapshot(device: torch.device) -> Snapshot:
     memory = _fields(_PROC / "meminfo")
     private = _fields(_PROC / "self/status")["RssAnon"]
     return Snapshot(private, memory["MemAvailable"], memory["MemTotal"])
+
+
+def report(rank: int, weight_bytes: int, device: torch.device) -> RankMemory:
+    """What a rank that holds `weight_bytes` of weights takes now."""
+    now = take_snapshot(device)
+    private = _fields(_PROC / "self/status")["RssAnon"] if _PROC.exists() else 0
+    return RankMemory(rank, weight_bytes, private, now.total - now.free, now.total)
 
 
 def resident_bytes(file: Path) -> int:

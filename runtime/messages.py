@@ -30,6 +30,10 @@ class MeasureMemory(msgspec.Struct, tag=True):
     """Front -> leader, who passes it on: every rank answers with a MemoryReport."""
 
 
+class AskMemory(msgspec.Struct, tag=True):
+    """Front -> leader, who passes it on: every rank answers with a RankMemory, between two steps and at no cost."""
+
+
 class MeasureCeiling(msgspec.Struct, tag=True):
     """Front -> leader, who passes it on: every rank answers with a CeilingReport."""
 
@@ -164,6 +168,17 @@ class MemoryReport(msgspec.Struct, tag=True):
     kv_cache_bytes: int
 
 
+class RankMemory(msgspec.Struct, tag=True):
+    """Rank -> front: what it holds now, in bytes. `private_bytes` is the process's own host memory, `device_*` the
+    device's (the host's, on the CPU) as a whole."""
+
+    rank: int
+    weight_bytes: int
+    private_bytes: int
+    device_used_bytes: int
+    device_total_bytes: int
+
+
 class CeilingReport(msgspec.Struct, tag=True):
     """Rank -> front: what its device can do at best (see runtime/ceiling.py), both a second."""
 
@@ -263,8 +278,8 @@ class Failed(msgspec.Struct, tag=True):
     collective: bool
 
 
-Measure = MeasureMemory | MeasureCeiling | MeasureCollectives
+Measure = AskMemory | MeasureMemory | MeasureCeiling | MeasureCollectives
 FrontMessage = Request | Abort | Measure | Stop
 StepMessage = Step | Measure | Stop
-Report = MemoryReport | CeilingReport | CollectiveReport | DeviceReport
+Report = MemoryReport | RankMemory | CeilingReport | CollectiveReport | DeviceReport
 RankMessage = Stage | Notice | Ready | Tokens | RequestFailed | Report | Stats | Failed

@@ -22,6 +22,7 @@ from .engine import Engine
 from .engine_stats import StatsReporter
 from .messages import (
     Abort,
+    AskMemory,
     CeilingReport,
     CollectiveReport,
     FrontMessage,
@@ -259,7 +260,9 @@ class RankWorker:
 
     def answer(self, message: Measure) -> None:
         """Tell the front what it asks for."""
-        if isinstance(message, MeasureMemory):
+        if isinstance(message, AskMemory):
+            self.link.send(memory.report(self.rank, self.loaded_bytes, self.place.device))
+        elif isinstance(message, MeasureMemory):
             self.measure()
         elif isinstance(message, MeasureCeiling):
             self.measure_ceiling()

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -28,6 +28,9 @@ _ERROR_SCHEMA = {
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     (400, 401, 404, 408, 413, 422, 429, 500, 503, 504), _ERROR_SCHEMA
 )
+
+_ANSWERS = {**_ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+"""With stream: true, events instead of a document."""
 
 
 class Server:
@@ -68,12 +71,12 @@ def build_app(server: Server) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", responses=_ERRORS, response_model=None)
+    @app.post("/v1/completions", responses=_ANSWERS, response_model=None)
     async def completions_(request: Request, body: CompletionRequest) -> Response:
         """Continue one prompt or several."""
         return await completions.complete(server, request, body)
 
-    @app.post("/v1/chat/completions", responses=_ERRORS, response_model=None)
+    @app.post("/v1/chat/completions", responses=_ANSWERS, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""
         return await completions.chat(server, request, body)
@@ -140,9 +143,10 @@ def _add_life(app: FastAPI, server: Server) -> None:
             return json_response({"status": status})
         return json_response({"status": status}, 503, {"Retry-After": "5"})
 
-    @app.get("/metrics", responses=_ERRORS)
+    @app.get("/metrics", responses=_ERRORS, response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text form."""
+        server.host.look_at_ranks()
         return Response(server.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/status", responses=_ERRORS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from ...shardplan.errors import RankError
 from ..launch.async_ranks import AsyncRanks
 from ..launch.patience import Patience
-from ..messages import Abort, Request, RequestFailed, Stats, TokenOutput, Tokens
+from ..messages import Abort, AskMemory, RankMemory, Request, RequestFailed, Stats, TokenOutput, Tokens
 from .errors import ApiError, unavailable
 from .metrics import Metrics
 
@@ -19,6 +20,9 @@ log = logging.getLogger("mgtp.server")
 
 STALL_SECONDS = 30.0
 """Work, but no word from the leader for this long: not ready for more."""
+
+MEMORY_SECONDS = 2.0
+"""How old what is known of the ranks' memory may get while somebody looks at it."""
 
 IDLE = Stats(0, 0, 0, 0, 0, 0, 0, [], [])
 """What is known before the leader's first report."""
@@ -89,9 +93,11 @@ class EngineClient:
         self.max_unfinished = max_num_seqs + max_queue
         self.stats = IDLE
         self.num_generated = 0
+        self.memory: dict[int, RankMemory] = {}
         self.error: RankError | None = None
         self._tickets: dict[str, Ticket] = {}
         self._heard = time.monotonic()
+        self._asked_memory = -math.inf
         self._patience = Patience(ranks.group.options.step_timeout)
 
     @property
@@ -145,6 +151,13 @@ class EngineClient:
         for ticket in set(self._tickets.values()):
             ticket.fail(error)
 
+    def ask_memory(self) -> None:
+        """Ask what every rank holds, unless that was done a moment ago; `memory` and the metrics have it soon."""
+        now = time.monotonic()
+        if not self.failing and now - self._asked_memory > MEMORY_SECONDS:
+            self._asked_memory = now
+            self.ranks.send(AskMemory())
+
     async def run(self) -> None:
         """Hand out what ranks say, until one fails: raises RankError after every ticket has been told."""
         try:
@@ -167,6 +180,9 @@ class EngineClient:
                 elif isinstance(message, Stats):
                     self.stats = message
                     self.metrics.observe_stats(message)
+                elif isinstance(message, RankMemory):
+                    self.memory[message.rank] = message
+                    self.metrics.observe_memory(message)
         except RankError as error:
             self.error = error
             self.fail_all(unavailable(error.message, code="rank_failed"))

@@ -7,6 +7,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from ...shardplan.errors import CheckpointError, MgtpError, RankError
 from ...shardplan.shard_set import ShardSet
@@ -137,6 +140,15 @@ class ModelHost:
         self._next_start = now + pause
         log.warning("%s; %s starts again in %g s", self._failure.message, self.model.name, pause)
         await asyncio.sleep(pause)
+
+    def look_at_ranks(self) -> list[dict[str, Any]]:
+        """What ranks are and hold, as far as known; the next look finds it up to date."""
+        client = self._client
+        if client is not None:
+            client.ask_memory()
+        known = client.memory if client is not None else {}
+        ready = [msgspec.structs.asdict(rank) for rank in self.model.ready]
+        return [{**r, **(msgspec.structs.asdict(known[r["rank"]]) if r["rank"] in known else {})} for r in ready]
 
     def end(self) -> None:
         """From now on a failure is final: what runs may finish, and is not started again."""

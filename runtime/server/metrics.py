@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..messages import Ready, Stats
+from ..messages import RankMemory, Ready, Stats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -69,6 +69,9 @@ class Metrics:
         self.rank_weights = Gauge(
             "mgtp_rank_weight_bytes", "Weights a rank holds.", ["rank", "device"], registry=registry
         )
+        self.rank_private = Gauge(
+            "mgtp_rank_private_bytes", "Host memory of a rank's process.", ["rank", "device"], registry=registry
+        )
         self.rank_memory = Gauge(
             "mgtp_rank_device_bytes", "Memory of a rank's device.", ["rank", "device", "kind"], registry=registry
         )
@@ -81,13 +84,23 @@ class Metrics:
 
     def observe_ready(self, ready: Sequence[Ready]) -> None:
         """What ranks said when they were ready."""
+        self._devices = {rank.rank: rank.device for rank in ready}
         for rank in ready:
-            labels = (str(rank.rank), rank.device)
-            self.rank_weights.labels(*labels).set(rank.weight_bytes)
-            self.rank_memory.labels(*labels, "used").set(rank.device_used_bytes)
-            self.rank_memory.labels(*labels, "total").set(rank.device_total_bytes)
+            self._observe_rank(rank)
         for axis in ready[0].axes:
             self.collectives.labels(axis.axis, str(axis.size), axis.backend).set(1)
+
+    def observe_memory(self, memory: RankMemory) -> None:
+        """What a rank holds now."""
+        self._observe_rank(memory)
+        device = self._devices[memory.rank]
+        self.rank_private.labels(str(memory.rank), device).set(memory.private_bytes)
+
+    def _observe_rank(self, rank: Ready | RankMemory) -> None:
+        labels = (str(rank.rank), self._devices[rank.rank])
+        self.rank_weights.labels(*labels).set(rank.weight_bytes)
+        self.rank_memory.labels(*labels, "used").set(rank.device_used_bytes)
+        self.rank_memory.labels(*labels, "total").set(rank.device_total_bytes)
 
     def observe_stats(self, stats: Stats) -> None:
         """The leader's report."""

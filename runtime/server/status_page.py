@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 if TYPE_CHECKING:
     from .app import Server
 
@@ -39,5 +37,5 @@ def status(server: Server) -> dict[str, Any]:
         "total_blocks": stats.total_blocks,
         "generated_tokens": host.num_generated,
         "restarts": host.restarts.count,
-        "ranks": [msgspec.structs.asdict(rank) for rank in host.model.ready],
+        "ranks": host.look_at_ranks(),
     }

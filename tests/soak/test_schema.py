@@ -1,0 +1,34 @@
+"""schemathesis asks what the OpenAPI page allows, and what it does not: thousands of requests, none is a 5xx."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.servers import ServerProcess
+
+pytestmark = pytest.mark.soak
+
+EXAMPLES = 200  # a path and phase
+
+
+@pytest.mark.timeout(1800)
+def test_schemathesis_finds_no_server_error(tiny_checkpoint, sharded):
+    if importlib.util.find_spec("schemathesis") is None:
+        pytest.skip("schemathesis is not installed (pip install schemathesis)")
+    limits = ("--max-model-len", "64", "--request-timeout", "20")
+    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+        server = ServerProcess(Path(folder), sharded(tiny_checkpoint("base"), 1), *limits)
+        checks = "not_a_server_error,response_schema_conformance,content_type_conformance,status_code_conformance"
+        options = ["--checks", checks, "--max-examples", str(EXAMPLES), "--seed", "1", "--no-color"]
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1700, cwd=folder)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert server.http.get("/health").json() == {"status": "ready"}
+        server.wait_until_idle()
+        assert server.stop() == 0
