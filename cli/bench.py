@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,12 +59,16 @@ def bench(
     collectives: Annotated[
         bool, typer.Option("--collectives", help="Also time the collectives of a decode step, on their own.")
     ] = False,
+    cp_sizes: Annotated[
+        str, typer.Option(help="Also start ranks with each of these cp sizes, such as 2,4, and time the prefills.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Measure decode steps, prefill and an offline run through the engine that serves, beside what the device allows.
 
     JSON: device, tp_size, cp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill,
-    throughput, collectives (with --collectives: backend, batch, launches a step, ms, share of the step, operations).
+    throughput, collectives (with --collectives: backend, batch, launches a step, ms, share of the step, operations),
+    first_token (with --cp-sizes: cp_size, requests, tokens, seconds).
     """
     from ..runtime.launch.bench import Bench, BenchOptions
     from .console import print_json
@@ -78,6 +83,9 @@ def bench(
         shard_set = open_set(directory, tp_size)
     if collectives and shard_set.plan.tp_size == 1:
         raise UsageError("--collectives: one rank exchanges nothing", "use a shard set of several ranks")
+    others = _sizes(cp_sizes)
+    if others and not options.prefills:
+        raise UsageError(f"--cp-sizes {cp_sizes!r} times prefills, there are none", "give some with --prefills")
     longest = max([prompt_tokens + output_tokens, *(tokens + 1 for _, tokens in options.prefills)])
     launch = launch_options(
         ctx,
@@ -97,6 +105,9 @@ def bench(
     )
     with running(shard_set, launch) as started:
         report = Bench(started, shard_set).run(options)
+    for size in others:
+        with running(shard_set, replace(launch, cp_size=size)) as started:
+            report.first_token += Bench(started, shard_set).first_tokens(options.prefills)
     print_json(report) if as_json else _print(report)
 
 
@@ -145,6 +156,9 @@ def _print(report: BenchReport) -> None:
     for p in report.prefill:
         name, floor = f"prefill {p.requests} x {p.tokens}", f"{p.floor_seconds * 1e3:.1f} ms"
         table.add_row(name, f"{p.seconds * 1e3:.1f} ms", f"{p.tokens_per_s:.0f}", floor, f"{p.share_of_ceiling:.0%}")
+    for f in report.first_token:
+        name, rate = f"prefill {f.requests} x {f.tokens}, cp {f.cp_size}", f"{f.requests * f.tokens / f.seconds:.0f}"
+        table.add_row(name, f"{f.seconds * 1e3:.1f} ms", rate, "", "")
     if report.throughput is not None:
         t = report.throughput
         name = f"{t.requests} requests, {t.prompt_tokens} in, {t.output_tokens} out"

@@ -79,6 +79,15 @@ class ThroughputFigure(msgspec.Struct):
     median_first_token_s: float
 
 
+class FirstTokenFigure(msgspec.Struct):
+    """The same time as a PrefillFigure's, of ranks that were started with another cp size."""
+
+    cp_size: int
+    requests: int
+    tokens: int
+    seconds: float
+
+
 class BenchReport(msgspec.Struct):
     """Everything that was measured; times in seconds unless named otherwise."""
 
@@ -95,6 +104,7 @@ class BenchReport(msgspec.Struct):
     prefill: list[PrefillFigure]
     throughput: ThroughputFigure | None
     collectives: list[CollectiveShare]
+    first_token: list[FirstTokenFigure] = []
 
 
 class Arrivals(msgspec.Struct):
@@ -114,6 +124,7 @@ class Bench:
 
     def __init__(self, started: StartedGroup, shard_set: ShardSet) -> None:
         self.started, self.model, self.plan = started, shard_set.model, shard_set.plan
+        self.cp_size = len(started.ready) // self.plan.tp_size
         self._random = random.Random(0)
         self._count = 0
 
@@ -130,7 +141,7 @@ class Bench:
         return BenchReport(
             device=ready[0].device,
             tp_size=self.plan.tp_size,
-            cp_size=len(ready) // self.plan.tp_size,
+            cp_size=self.cp_size,
             dtype=self.plan.dtype,
             weight_bytes=weights,
             ready_s=self.started.seconds,
@@ -164,7 +175,7 @@ class Bench:
         later = steps[len(steps) // 2 :]
         step = sum(later) / max(1, len(later))
         context = options.prompt_tokens + options.output_tokens // 2
-        size = step_bytes(self.model, self.plan, batch, context)
+        size = step_bytes(self.model, self.plan, batch, context, self.cp_size)
         floor = size / ceiling.copy_bytes_per_s
         log.info("decode, batch %d: %.3f ms a step, %.0f %% of the ceiling", batch, step * 1e3, 100 * floor / step)
         return DecodeFigure(
@@ -172,10 +183,19 @@ class Bench:
         )  # fmt: skip
 
     def _prefill(self, requests: int, tokens: int, ceiling: Ceiling) -> PrefillFigure:
-        seconds = statistics.median(self._send([(tokens, 1)] * requests).seconds for _ in range(3))
-        floor = prefill_flops(self.model, self.plan, requests, tokens) / ceiling.product_flops
+        seconds = self._first_token_seconds(requests, tokens)
+        floor = prefill_flops(self.model, self.plan, requests, tokens) / self.cp_size / ceiling.product_flops
         log.info("prefill, %d x %d: %.4f s, %.0f %% of the ceiling", requests, tokens, seconds, 100 * floor / seconds)
         return PrefillFigure(requests, tokens, seconds, requests * tokens / seconds, floor, floor / seconds)
+
+    def first_tokens(self, prefills: Sequence[tuple[int, int]]) -> list[FirstTokenFigure]:
+        """The prefills alone, to compare cp sizes by."""
+        self._send([(min(tokens for _, tokens in prefills), 1)])
+        return [FirstTokenFigure(self.cp_size, n, t, self._first_token_seconds(n, t)) for n, t in prefills]
+
+    def _first_token_seconds(self, requests: int, tokens: int) -> float:
+        """Until the last request's first token: the median of three times."""
+        return statistics.median(self._send([(tokens, 1)] * requests).seconds for _ in range(3))
 
     def _throughput(self, options: BenchOptions) -> ThroughputFigure:
         shape = (options.prompt_tokens, options.output_tokens)
@@ -212,8 +232,8 @@ class Bench:
         return arrivals
 
 
-def step_bytes(model: ModelConfig, plan, batch: int, context: int) -> int:
-    """Bytes that the rank with the most to do must read in a decode step: its weights once, and all cached tokens."""
+def step_bytes(model: ModelConfig, plan, batch: int, context: int, cp_size: int = 1) -> int:
+    """Bytes that the rank with the most to do must read in a decode step: its weights once, and all tokens it caches."""
     axes = plan.shared_axes()
     most = 0
     for rank in plan.ranks:
@@ -226,7 +246,7 @@ def step_bytes(model: ModelConfig, plan, batch: int, context: int) -> int:
             for layer in group.layers:
                 heads, dim = kv_shape(model, axes, rank.rank, layer)
                 cached += 2 * heads * dim * seen * item
-        most = max(most, weights + batch * cached)
+        most = max(most, weights + batch * cached // cp_size)
     return most
 
 

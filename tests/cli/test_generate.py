@@ -194,6 +194,15 @@ def test_context_ranks_share_out_sequences_and_cache(tmp_path, base, base_tp2):
         assert rank["kv_cache_bytes"] == (256 // 32 + 1) * 16 * 2 * 2 * 8 * 2 * 4
 
 
+def test_bench_times_prompts_at_several_cp_sizes(tmp_path, base, sharded):
+    few = ("--batches", "1", "--prefills", "1x60", "--requests", "0", "--prompt-tokens", "4", "--output-tokens", "9")
+    arguments = ("bench", sharded(base[0], 1), *few, "--cp-sizes", "2", "--device", "cpu", "--json")
+    report = json.loads(mgtp(tmp_path, *arguments).out)
+    assert (report["cp_size"], [p["tokens"] for p in report["prefill"]]) == (1, [60])
+    (figure,) = report["first_token"]
+    assert (figure["cp_size"], figure["requests"], figure["tokens"]) == (2, 1, 60) and figure["seconds"] > 0
+
+
 def test_a_rank_that_loads_too_much_fails_the_probe(tmp_path, smollm2, sharded, monkeypatch, capsys):
     """The ranks run a module that copies its weights besides mapping them."""
     from mgtp.cli.app import main
