@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,6 +59,10 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in requests; default: the folder's.")
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="Serve another shard set too, under this name (repeatable)."),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Ask for this key ('Authorization: Bearer KEY').", envvar="MGTP_API_KEY")
     ] = None,
@@ -79,6 +85,12 @@ def serve(
     max_logprobs: Annotated[int, typer.Option(min=0, max=20, help="Most log-probabilities a token.")] = 20,
     max_stop: Annotated[int, typer.Option(min=0, help="Most stop strings of a request.")] = 16,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 8 << 20,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Let whoever has the key change what is served, at /admin/.")
+    ] = False,
+    model_root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The folder below which /admin/ finds shard sets.")
+    ] = None,
     log_format: Annotated[str, typer.Option(help=f"Form of the log on stderr: {' or '.join(LOG_FORMATS)}.")] = "text",
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
@@ -108,7 +120,7 @@ def serve(
         raise UsageError(f"--log-format {log_format!r} is unknown", f"use {' or '.join(LOG_FORMATS)}")
     if api_key == "":
         raise UsageError("the API key is empty", "leave it out to serve without a key")
-    limit = _max_restarts(restart, max_restarts)
+    limit, root = _max_restarts(restart, max_restarts), _model_root(admin, model_root, api_key)
     launch = launch_options(
         ctx,
         cp_size=cp_size,
@@ -130,8 +142,6 @@ def serve(
     from .console import set_up_logging
 
     options = ServerOptions(
-        model_name=served_model_name
-        or (os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory),
         api_key=api_key,
         max_num_seqs=launch.max_num_seqs,
         max_queue=max_queue,
@@ -142,10 +152,17 @@ def serve(
         max_logprobs=max_logprobs,
         max_stop=max_stop,
         max_body_bytes=max_body_bytes,
+        model_root=root,
+        verify_on_load=verify_on_load,
     )
     set_up_logging(ctx.obj.log_level, log_format)
+    name = served_model_name or (
+        os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory
+    )
+    others = _named_folders(model or (), name)
     if nnodes > 1 or node_rank is not None or rendezvous is not None:
-        refuse_for_nodes(cp_size=cp_size > 1, restart=limit > 0, dtype=dtype, revision=revision, verify=verify_on_load)
+        one_node_only = {"cp_size": cp_size > 1, "model": model, "admin": admin, "dtype": dtype, "revision": revision}
+        refuse_for_nodes(restart=limit > 0, verify=verify_on_load, **one_node_only)
         shard_set, cluster = open_node_set(directory, tp_size, nnodes, node_rank, rendezvous)
         launch = replace(launch, cluster=cluster)
         if cluster.node > 0:
@@ -156,7 +173,8 @@ def serve(
         sock = bind(host, port)
         shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
     check_sizes(shard_set, launch)
-    _run(shard_set, launch, options, sock)
+    sets = {other: open_set(folder, None, verify=verify_on_load) for other, folder in others.items()}
+    _run({name: shard_set, **sets}, launch, options, sock)
 
 
 def _max_restarts(restart: str, given: int | None) -> int:
@@ -170,13 +188,42 @@ def _max_restarts(restart: str, given: int | None) -> int:
     return DEFAULT_MAX_RESTARTS if given is None else given
 
 
-def _run(shard_set: ShardSet, launch: LaunchOptions, options: ServerOptions, sock: socket) -> None:
+def _model_root(admin: bool, given: str | None, api_key: str | None) -> Path | None:
+    """The folder that /admin/ may load from, None without it; raises UsageError for half of what it needs."""
+    if not admin:
+        if given is not None:
+            raise UsageError(f"--model-root {given} has no effect without --admin", "add --admin, or leave it out")
+        return None
+    if api_key is None:
+        raise UsageError("--admin needs a key: anyone could change what is served", "set MGTP_API_KEY")
+    if given is None:
+        raise UsageError("--admin needs --model-root", "name the folder in which shard sets may be loaded from")
+    root = Path(given)
+    if not root.is_dir():
+        raise UsageError(f"--model-root {given} is not a folder", "name the folder in which the shard sets are")
+    return root.resolve()
+
+
+def _named_folders(given: Sequence[str], first: str) -> dict[str, str]:
+    """What --model names: folders by name; raises UsageError for one without a name, or a name that is taken."""
+    folders: dict[str, str] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise UsageError(f"--model {text!r} is not NAME=DIR", "such as --model small=llama-tp2")
+        if name == first or name in folders:
+            raise UsageError(f"--model {text!r}: two models are named {name!r}", "give each a name of its own")
+        folders[name] = folder
+    return folders
+
+
+def _run(sets: Mapping[str, ShardSet], launch: LaunchOptions, options: ServerOptions, sock: socket) -> None:
     import asyncio
 
     from ..runtime.server.life import Life
     from .launching import show_stages
 
-    with show_stages(shard_set.plan.tp_size * launch.cp_size) as on_stage:
-        code = asyncio.run(Life(shard_set, launch, options, sock).run(on_stage))
+    with show_stages(max(each.plan.tp_size for each in sets.values()) * launch.cp_size) as on_stage:
+        code = asyncio.run(Life(sets, launch, options, sock).run(on_stage))
     if code:
         raise typer.Exit(code)

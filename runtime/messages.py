@@ -26,6 +26,10 @@ class Abort(msgspec.Struct, tag=True):
     id: str
 
 
+class ClearCache(msgspec.Struct, tag=True):
+    """Front -> leader: no prefix of an earlier request may be found any more."""
+
+
 class MeasureMemory(msgspec.Struct, tag=True):
     """Front -> leader, who passes it on: every rank answers with a MemoryReport."""
 
@@ -279,7 +283,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 Measure = AskMemory | MeasureMemory | MeasureCeiling | MeasureCollectives
-FrontMessage = Request | Abort | Measure | Stop
+FrontMessage = Request | Abort | ClearCache | Measure | Stop
 StepMessage = Step | Measure | Stop
 Report = MemoryReport | RankMemory | CeilingReport | CollectiveReport | DeviceReport
 RankMessage = Stage | Notice | Ready | Tokens | RequestFailed | Report | Stats | Failed

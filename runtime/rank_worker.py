@@ -24,6 +24,7 @@ from .messages import (
     Abort,
     AskMemory,
     CeilingReport,
+    ClearCache,
     CollectiveReport,
     FrontMessage,
     Measure,
@@ -228,6 +229,8 @@ class RankWorker:
             engine.add(message)
         elif isinstance(message, Abort):
             engine.abort(message.id)
+        elif isinstance(message, ClearCache):
+            engine.scheduler.clear_cache()
         elif isinstance(message, Measure):
             self.link.send_step(message)
             self.answer(message)

@@ -122,6 +122,12 @@ class Scheduler:
         """Queue a request."""
         self.waiting.append(Sequence(request, len(self.pools)))
 
+    def clear_cache(self) -> None:
+        """Make nothing findable that has been computed so far; sequences keep the blocks that they hold."""
+        self._computed.clear()
+        for pool in self.pools:
+            pool.forget_all()
+
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; unknown ids are ignored."""
         self._publish()

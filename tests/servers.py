@@ -76,11 +76,16 @@ class ServerProcess:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     def metric(self, name: str) -> float:
-        """A value of /metrics, by name and labels."""
-        for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith(name + " "):
-                return float(line.rsplit(" ", 1)[1])
-        raise AssertionError(f"no metric {name}")
+        """A value of /metrics, by name and some or all of its labels: the sum of those that match."""
+        wanted, _, labels = name.partition("{")
+        found = [
+            float(value)
+            for line in self.http.get("/metrics").text.splitlines()
+            for key, _, value in [line.rpartition(" ")]
+            if key.partition("{")[0] == wanted and set(_labels(labels)) <= set(_labels(key.partition("{")[2]))
+        ]
+        assert found, f"no metric {name}"
+        return sum(found)
 
     def wait_until_idle(self, seconds: float = 10) -> None:
         """Wait until nothing runs, and all blocks are free."""
@@ -107,6 +112,11 @@ class ServerProcess:
         assert not any("Traceback" in line for line in self.log), self.log
         assert_nothing_left(self.folder)
         return code
+
+
+def _labels(text: str) -> list[str]:
+    """'a="1",b="2"}' as its parts."""
+    return [part for part in text.rstrip("}").split(",") if part]
 
 
 def wait_for(check: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | None = None) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
-import zmq.asyncio
+import zmq
 
 from ...shardplan.errors import RankError
 from ...shardplan.shard_set import ShardSet
@@ -22,8 +23,10 @@ class AsyncRanks:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.failing = False
-        self._events = zmq.asyncio.Socket.from_socket(group.events)
-        self._next: asyncio.Future[bytes] | None = None
+        self._readable = asyncio.Event()
+        # Not zmq.asyncio: it would make a second socket object of the same socket, and each would close it.
+        self._fd = group.events.getsockopt(zmq.FD)
+        asyncio.get_running_loop().add_reader(self._fd, self._readable.set)
 
     def send(self, message: FrontMessage) -> None:
         """Send a message to the leader."""
@@ -42,14 +45,21 @@ class AsyncRanks:
                 return None
 
     async def _poll(self) -> RankMessage | None:
-        """The next message, None when there is none for a moment; one that comes later is not lost."""
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._events.recv())
-        await asyncio.wait((self._next,), timeout=POLL_MS / 1000)
-        if not self._next.done():
+        """The next message, None when there is none for a moment."""
+        self._readable.clear()  # it tells of changes only: looking comes after
+        message = self._take()
+        if message is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._readable.wait(), POLL_MS / 1000)
+            message = self._take()
+        return message
+
+    def _take(self) -> RankMessage | None:
+        """A message that is there."""
+        try:
+            return self.group.decode(self.group.events.recv(zmq.NOBLOCK))
+        except zmq.Again:
             return None
-        content, self._next = self._next.result(), None
-        return self.group.decode(content)
 
     def _has_exited(self) -> bool:
         try:
@@ -73,10 +83,7 @@ class AsyncRanks:
 
     def close(self) -> None:
         """Stop receiving, and leave the event loop; the group can then be stopped in another thread."""
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-        self._events.close()
+        asyncio.get_running_loop().remove_reader(self._fd)
 
 
 async def start_ranks(

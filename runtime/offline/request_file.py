@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from ...shardplan.errors import MgtpError, UsageError
 from ..server.bodies import Asked, read_chat, read_completion
-from ..server.errors import ApiError, invalid
+from ..server.errors import ApiError, invalid, unknown_model
 from ..server.model import ServedModel
 from ..server.options import ServerOptions
 from ..server.protocol import ChatRequest, CompletionRequest
@@ -51,6 +51,11 @@ class OfflineModel(ServedModel):
     def max_model_len(self) -> int:
         """Longest prompt and answer together, in tokens."""
         return self.context
+
+    def check_name(self, name: str | None) -> None:
+        """Raise ApiError when a line is meant for another model."""
+        if name not in (None, self.name):
+            raise unknown_model(name, [self.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class RequestFile:
 
     def __init__(self, path: Path, model: OfflineModel, defaults: Mapping[str, Any]) -> None:
         self.path, self.model, self._defaults = path, model, dict(defaults)
-        self._limits = ServerOptions(model.name)
+        self._limits = ServerOptions()
         plan = model.shard_set.plan
         self._base = json.dumps([plan.fingerprint, plan.dtype, self._defaults], sort_keys=True).encode()
         self._loop = asyncio.Runner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,11 +14,14 @@ from starlette.types import ASGIApp
 from ...shardplan.errors import MgtpError
 from ...shardplan.version import __version__
 from . import completions, prompts, status_page
-from .errors import ApiError, on_error, on_http_exception, on_invalid, unavailable
+from .admin import admin_router, describe
+from .changes import Changes
+from .errors import ApiError, Replaced, on_error, on_http_exception, on_invalid, unavailable
 from .gate import Gate, json_response
 from .host import ModelHost
 from .metrics import Metrics
 from .model import off_loop
+from .models import Models
 from .options import ServerOptions
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -36,25 +40,30 @@ _ANSWERS = {**_ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type"
 class Server:
     """What the endpoints share."""
 
-    def __init__(self, host: ModelHost, options: ServerOptions, metrics: Metrics) -> None:
-        self.host, self.options, self.metrics = host, options, metrics
+    def __init__(self, models: Models, options: ServerOptions, metrics: Metrics) -> None:
+        self.models, self.options, self.metrics = models, options, metrics
         self.is_draining = False
-
-    def find(self, name: str | None) -> ModelHost:
-        """The model that a request names, or does not; raises ApiError for one that is not served."""
-        self.host.model.check_name(name)
-        return self.host
 
     @property
     def status(self) -> str:
-        """'loading', 'ready', 'stalled', 'restarting', 'draining' or 'failed'."""
-        status = self.host.status
+        """That of the models (see Models.status), or 'draining'."""
+        status = self.models.status
         return "draining" if self.is_draining and status != "failed" else status
 
     def check_open(self) -> None:
         """Raise ApiError while the server is shutting down."""
         if self.is_draining:
             raise unavailable("the server is shutting down", code="draining")
+
+    async def ask(self, name: str | None, work: Callable[[ModelHost], Awaitable[Response]]) -> Response:
+        """What `work` makes of the model of that name: of its successor, when it is replaced meanwhile."""
+        while True:
+            host = self.models.find(name)
+            try:
+                return await work(host)
+            except Replaced:
+                if self.models.find(name) is host:
+                    raise
 
 
 def build_app(server: Server) -> ASGIApp:
@@ -67,6 +76,8 @@ def build_app(server: Server) -> ASGIApp:
     _add_generation(app, server)
     _add_model(app, server)
     _add_life(app, server)
+    if server.options.model_root is not None:
+        app.include_router(admin_router(Changes(server.models), server.options.model_root, _ERRORS))
     return Gate(app, server.options, server.metrics)
 
 
@@ -74,29 +85,29 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", responses=_ANSWERS, response_model=None)
     async def completions_(request: Request, body: CompletionRequest) -> Response:
         """Continue one prompt or several."""
-        return await completions.complete(server, request, body)
+        return await server.ask(body.model, lambda host: completions.complete(server, host, request, body))
 
     @app.post("/v1/chat/completions", responses=_ANSWERS, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""
-        return await completions.chat(server, request, body)
+        return await server.ask(body.model, lambda host: completions.chat(server, host, request, body))
 
 
 def _add_model(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> Response:
-        """The models that are served: one."""
-        return json_response({"object": "list", "data": [_describe(server.host)]})
+        """The models that are served."""
+        return json_response({"object": "list", "data": [describe(host) for host in server.models]})
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> Response:
         """One model."""
-        return json_response(_describe(server.find(name)))
+        return json_response(describe(server.models.find(name)))
 
     @app.post("/tokenize", responses=_ERRORS, response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The ids of a text, or of a conversation as the model would see it."""
-        model = server.find(body.model).model
+        model = server.models.find(body.model).model
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give one of 'prompt' and 'messages'", param="prompt")
         if body.messages is not None:
@@ -109,7 +120,7 @@ def _add_model(app: FastAPI, server: Server) -> None:
     @app.post("/detokenize", responses=_ERRORS, response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens included."""
-        model = server.find(body.model).model
+        model = server.models.find(body.model).model
         bad = next((i for i in body.tokens if not 0 <= i < model.vocab_size), None)
         if bad is not None:
             top = model.vocab_size - 1
@@ -119,13 +130,6 @@ def _add_model(app: FastAPI, server: Server) -> None:
             raise ApiError(400, "this model has no tokenizer", param="tokens")
         text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         return json_response({"prompt": text})
-
-
-def _describe(host: ModelHost) -> dict[str, Any]:
-    model = host.model
-    length = model.ready[0].max_model_len if model.ready else None
-    fixed = {"id": model.name, "object": "model", "created": model.created, "owned_by": "mgtp"}
-    return {**fixed, "max_model_len": length}
 
 
 def _add_life(app: FastAPI, server: Server) -> None:
@@ -146,7 +150,8 @@ def _add_life(app: FastAPI, server: Server) -> None:
     @app.get("/metrics", responses=_ERRORS, response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text form."""
-        server.host.look_at_ranks()
+        for host in server.models:
+            host.look_at_ranks()
         return Response(server.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/status", responses=_ERRORS)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from .host import ModelHost
 
 
-async def complete(server: Server, http: HttpRequest, body: CompletionRequest) -> Response:
+async def complete(server: Server, host: ModelHost, http: HttpRequest, body: CompletionRequest) -> Response:
     """Answer /v1/completions."""
-    host = server.find(body.model)
     asked = await read_completion(host.model, server.options, body)
     if not asked.answers:
         assert isinstance(asked.form, CompletionForm)
@@ -30,9 +29,8 @@ async def complete(server: Server, http: HttpRequest, body: CompletionRequest) -
     return await _respond(server, host, http, body, asked.form, asked.answers)
 
 
-async def chat(server: Server, http: HttpRequest, body: ChatRequest) -> Response:
+async def chat(server: Server, host: ModelHost, http: HttpRequest, body: ChatRequest) -> Response:
     """Answer /v1/chat/completions."""
-    host = server.find(body.model)
     asked = await read_chat(host.model, server.options, body)
     return await _respond(server, host, http, body, asked.form, asked.answers)
 
@@ -44,9 +42,9 @@ async def _respond(
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     server.check_open()
-    generation = Generation(host.client, answers, server.options.request_timeout, server.metrics)
+    generation = Generation(host.client, answers, server.options.request_timeout, host.metrics)
     prompt_tokens = sum(map(len, form.prompts))
-    server.metrics.prompt_tokens.inc(prompt_tokens)
+    host.metrics.prompt_tokens.inc(prompt_tokens)
     note = http.scope.setdefault("mgtp", {})
     note.update(id=form.id, prompt_tokens=prompt_tokens, generation=generation)
     if body.stream:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from ...shardplan.errors import RankError
 from ..launch.async_ranks import AsyncRanks
 from ..launch.patience import Patience
-from ..messages import Abort, AskMemory, RankMemory, Request, RequestFailed, Stats, TokenOutput, Tokens
+from ..messages import Abort, AskMemory, ClearCache, RankMemory, Request, RequestFailed, Stats, TokenOutput, Tokens
 from .errors import ApiError, unavailable
-from .metrics import Metrics
+from .metrics import ModelMetrics
 
 log = logging.getLogger("mgtp.server")
 
@@ -88,12 +88,14 @@ class Ticket:
 class EngineClient:
     """Routes between tickets and the leader; `run` must be running."""
 
-    def __init__(self, ranks: AsyncRanks, metrics: Metrics, *, max_num_seqs: int, max_queue: int) -> None:
+    def __init__(self, ranks: AsyncRanks, metrics: ModelMetrics, *, max_num_seqs: int, max_queue: int) -> None:
         self.ranks, self.metrics = ranks, metrics
         self.max_unfinished = max_num_seqs + max_queue
         self.stats = IDLE
         self.num_generated = 0
         self.memory: dict[int, RankMemory] = {}
+        self.is_retired = False
+        """Whether another model has taken over: its figures are shown now, not those of this one."""
         self.error: RankError | None = None
         self._tickets: dict[str, Ticket] = {}
         self._heard = time.monotonic()
@@ -142,6 +144,10 @@ class EngineClient:
         if not self.failing:
             self.ranks.send(Abort(request_id))
 
+    def clear_cache(self) -> None:
+        """Make no prefix findable for the requests that come after this."""
+        self.ranks.send(ClearCache())
+
     def forget(self, request_id: str) -> None:
         """A sequence has ended."""
         self._tickets.pop(request_id, None)
@@ -179,10 +185,12 @@ class EngineClient:
                         ticket.fail(ApiError(500, message.message))
                 elif isinstance(message, Stats):
                     self.stats = message
-                    self.metrics.observe_stats(message)
+                    if not self.is_retired:
+                        self.metrics.observe_stats(message)
                 elif isinstance(message, RankMemory):
                     self.memory[message.rank] = message
-                    self.metrics.observe_memory(message)
+                    if not self.is_retired:
+                        self.metrics.observe_memory(message)
         except RankError as error:
             self.error = error
             self.fail_all(unavailable(error.message, code="rank_failed"))

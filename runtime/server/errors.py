@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +46,20 @@ class ApiError(Exception):
 def unavailable(message: str, retry_after: int = 5, code: str = "unavailable") -> ApiError:
     """The server cannot take requests now; a client may come back."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
+
+
+def unknown_model(name: str, served: Sequence[str]) -> ApiError:
+    """No model of that name."""
+    there = ", ".join(map(repr, served)) + (" is" if len(served) == 1 else " are")
+    message = f"model {name[:100]!r} is not served, {there}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+class Replaced(ApiError):
+    """The model that a request had found is being replaced: it may find the next one."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(503, message, code="replacing", headers={"Retry-After": str(retry_after)})
 
 
 def usage_error(error: UsageError, param: str | None = None) -> ApiError:

@@ -11,7 +11,7 @@ from ..messages import Request, TokenLogprobs, TokenOutput
 from ..text.stream import TextStream
 from .engine_client import EngineClient
 from .errors import ApiError
-from .metrics import Metrics
+from .metrics import ModelMetrics
 from .model import ServedModel
 
 
@@ -101,7 +101,7 @@ class Answer:
 class Generation:
     """The answers to one HTTP request. Iterate over their pieces as they come; `close` frees what is unfinished."""
 
-    def __init__(self, client: EngineClient, answers: Sequence[Answer], seconds: float, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, answers: Sequence[Answer], seconds: float, metrics: ModelMetrics) -> None:
         """Submits at once: raises ApiError when there is no room. `seconds` is the time limit."""
         self._answers, self._metrics = answers, metrics
         self._begin = time.monotonic()
@@ -145,7 +145,7 @@ class Generation:
         self._ticket.close()
         self._metrics.request_seconds.observe(time.monotonic() - self._begin)
         for reason in self.reasons:
-            self._metrics.finished.labels(reason).inc()
+            self._metrics.note_finished(reason)
         self._metrics.generated_tokens.inc(self.num_tokens)
 
     def _observe(self, answer: Answer) -> None:

@@ -17,37 +17,45 @@ from ..launch.async_ranks import AsyncRanks, start_ranks
 from ..launch.start import LaunchOptions, StartedGroup
 from ..messages import Stats
 from .engine_client import IDLE, EngineClient
-from .errors import ApiError, unavailable
-from .metrics import Metrics
+from .errors import ApiError, Replaced, unavailable
+from .metrics import ModelMetrics
 from .model import ServedModel
 from .options import ServerOptions
 from .restarts import WINDOW_SECONDS, Restarts
 
 log = logging.getLogger("mgtp.server")
 
+OnStage = Callable[[int, str], None]
+
 _SHORTEST_START_SECONDS = 1.0
 """What clients are told to wait beside the pause, until a start has been timed."""
 
 
 class ModelHost:
-    """A served model. `run` must be running; `client` is there while its ranks are ready."""
+    """A served model. `client` is there while its ranks are ready; `task` is what watches them, once they have been."""
 
-    def __init__(self, model: ServedModel, launch: LaunchOptions, options: ServerOptions, metrics: Metrics) -> None:
+    def __init__(self, model: ServedModel, options: ServerOptions, metrics: ModelMetrics) -> None:
         self.model, self.metrics = model, metrics
         self.restarts = Restarts(options.max_restarts)
-        self._launch, self._options = launch, options
+        self.launch: LaunchOptions | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._options = options
         self._client: EngineClient | None = None
         self._failure: MgtpError | None = None
-        self._is_restarting = self._is_ending = False
+        self._is_restarting = self._is_ending = self._is_retired = self._refuses = False
         self._generated_before = 0
         self._start_seconds = _SHORTEST_START_SECONDS
         self._next_start = 0.0
-        metrics.restarts.labels(model.name)  # there from the beginning, with 0
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests."""
+        return self.model.name
 
     @property
     def client(self) -> EngineClient:
         """The way to the leader; raises ApiError while there is none."""
-        if self._client is None or self._client.failing:
+        if self._client is None or self._client.failing or self._refuses:
             raise self._unavailable()
         return self._client
 
@@ -55,6 +63,8 @@ class ModelHost:
         """Why requests are not taken now, and when to come back."""
         cause = self._failure or (self._client.error if self._client is not None else None)
         why = f": {cause.message}" if cause is not None else ""
+        if self._is_retired:
+            return Replaced("the model is being replaced", math.ceil(self._start_seconds))
         if self.status == "restarting":
             left = max(0.0, self._next_start - time.monotonic()) + self._start_seconds
             return unavailable(f"the ranks are being started again{why}", math.ceil(left), code="restarting")
@@ -64,13 +74,20 @@ class ModelHost:
 
     @property
     def status(self) -> str:
-        """'loading', 'ready', 'stalled', 'restarting' or 'failed'."""
+        """'loading', 'ready', 'stalled', 'replacing', 'restarting' or 'failed'."""
+        if self._is_retired:
+            return "replacing"
         if self._failure is not None or (self._client is not None and self._client.failing):
             may_restart = not self._is_ending and self.restarts.allowed(time.monotonic())
             return "restarting" if self._is_restarting or may_restart else "failed"
         if self._client is None:
             return "loading"
         return "stalled" if self._client.is_stalled else "ready"
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether another model has, or gets, its place."""
+        return self._is_retired
 
     @property
     def stats(self) -> Stats:
@@ -87,44 +104,88 @@ class ModelHost:
         """Sequences that run or wait."""
         return self._client.num_unfinished if self._client is not None else 0
 
-    async def run(self, on_stage: Callable[[int, str], None] | None = None) -> None:
-        """Serve until cancelled. Raises MgtpError when the ranks do not start, or fail and may not start again."""
+    async def start(self, launch: LaunchOptions, on_stage: OnStage | None = None) -> None:
+        """Start the ranks; they serve when this returns. Raises MgtpError when they do not start."""
+        self.launch = launch
         try:
-            started, ranks = await start_ranks(self.model.shard_set, self._launch, on_stage)
+            started, ranks = await start_ranks(self.model.shard_set, launch, on_stage)
         except MgtpError as error:
             self._failure, self._is_ending = error, True
             raise
-        while True:
-            await self._serve(started, ranks)
-            started, ranks = await self._start_again(on_stage)
+        client = self._adopt(started, ranks)
+        self.task = asyncio.create_task(self._watch(client, started, ranks, on_stage))
 
-    async def _start_again(self, on_stage: Callable[[int, str], None] | None) -> tuple[StartedGroup, AsyncRanks]:
-        """Ranks in the place of those that have failed; raises MgtpError when there may be none."""
-        while True:
-            await self._pause()
-            try:
-                await asyncio.to_thread(_check_unchanged, self.model.shard_set)
-                return await start_ranks(self.model.shard_set, self._launch, on_stage)
-            except MgtpError as error:
-                self._failure, self._is_restarting = error, False
+    async def stop(self) -> None:
+        """End the ranks. Whoever still waits for an answer should have been told."""
+        self._is_ending = self._refuses = True
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
 
-    async def _serve(self, started: StartedGroup, ranks: AsyncRanks) -> None:
-        """From ready ranks to failed ones, whose error is then `_failure`; they are gone when this returns."""
+    def end(self) -> None:
+        """From now on a failure is final: what runs may finish, and is not started again."""
+        self._is_ending = True
+
+    def retire(self, *, refuse: bool) -> None:
+        """Another model takes this one's place: what runs may finish, and with `refuse` nothing more is taken."""
+        self._is_ending = self._is_retired = True
+        self._refuses = refuse
+        if self._client is not None:
+            self._client.is_retired = True
+        self.metrics.forget_ranks()
+
+    def publish(self) -> None:
+        """Let metrics show the ranks."""
+        self.metrics.observe_ready(self.model.ready)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every request with an error."""
+        if self._client is not None:
+            self._client.fail_all(error)
+
+    def _adopt(self, started: StartedGroup, ranks: AsyncRanks) -> EngineClient:
+        """Take ranks that are ready into service."""
         options = self._options
         client = EngineClient(ranks, self.metrics, max_num_seqs=options.max_num_seqs, max_queue=options.max_queue)
         self.model.ready, self._start_seconds = started.ready, started.seconds
-        self.metrics.observe_ready(started.ready)
         self._client, self._failure, self._is_restarting = client, None, False
         tokens = started.ready[0].kv_cache_tokens
         log.info("%d rank(s) ready in %.1f s, KV cache for %d tokens", len(started.ready), started.seconds, tokens)
+        return client
+
+    async def _watch(
+        self, client: EngineClient, started: StartedGroup, ranks: AsyncRanks, on_stage: OnStage | None
+    ) -> None:
+        """Serve until cancelled; raises MgtpError when ranks fail and may not, or do not, start again."""
+        while True:
+            await self._serve(client, started, ranks)
+            started, ranks = await self._start_again(on_stage)
+            client = self._adopt(started, ranks)
+            self.publish()
+
+    async def _serve(self, client: EngineClient, started: StartedGroup, ranks: AsyncRanks) -> None:
+        """From ready ranks to failed ones, whose error is then `_failure`; they are gone when this returns."""
         try:
             await client.run()
         except RankError as error:
             self._failure = error
+            if not self._is_retired:
+                self.metrics.forget_ranks()
         finally:
+            self._generated_before, self._client = self.num_generated, None
             ranks.close()
             await asyncio.to_thread(started.group.stop, orderly=self._failure is None)
-            self._generated_before, self._client = self.num_generated, None
+
+    async def _start_again(self, on_stage: OnStage | None) -> tuple[StartedGroup, AsyncRanks]:
+        """Ranks in the place of those that have failed; raises MgtpError when there may be none."""
+        assert self.launch is not None
+        while True:
+            await self._pause()
+            try:
+                await asyncio.to_thread(_check_unchanged, self.model.shard_set)
+                return await start_ranks(self.model.shard_set, self.launch, on_stage)
+            except MgtpError as error:
+                self._failure, self._is_restarting = error, False
 
     async def _pause(self) -> None:
         """Wait for the next start; raises when there may be none."""
@@ -136,9 +197,9 @@ class ModelHost:
             again = f"{self._failure.message}, after {self.restarts.limit} restart(s) within {WINDOW_SECONDS:g} s"
             raise RankError(again, self._failure.hint)
         pause, self._is_restarting = self.restarts.note(now), True
-        self.metrics.restarts.labels(self.model.name).inc()
+        self.metrics.restarts.inc()
         self._next_start = now + pause
-        log.warning("%s; %s starts again in %g s", self._failure.message, self.model.name, pause)
+        log.warning("%s; %s starts again in %g s", self._failure.message, self.name, pause)
         await asyncio.sleep(pause)
 
     def look_at_ranks(self) -> list[dict[str, Any]]:
@@ -149,15 +210,6 @@ class ModelHost:
         known = client.memory if client is not None else {}
         ready = [msgspec.structs.asdict(rank) for rank in self.model.ready]
         return [{**r, **(msgspec.structs.asdict(known[r["rank"]]) if r["rank"] in known else {})} for r in ready]
-
-    def end(self) -> None:
-        """From now on a failure is final: what runs may finish, and is not started again."""
-        self._is_ending = True
-
-    def fail_all(self, error: ApiError) -> None:
-        """End every request with an error."""
-        if self._client is not None:
-            self._client.fail_all(error)
 
 
 def _check_unchanged(shard_set: ShardSet) -> None:

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import uvicorn
 
@@ -17,9 +17,8 @@ from ...shardplan.shard_set import ShardSet
 from ..launch.start import LaunchOptions
 from .app import Server, build_app
 from .errors import unavailable
-from .host import ModelHost
 from .metrics import Metrics
-from .model import ServedModel
+from .models import Models
 from .options import ServerOptions
 
 log = logging.getLogger("mgtp.server")
@@ -58,12 +57,15 @@ class _Http(uvicorn.Server):
 class Life:
     """One run of a server."""
 
-    def __init__(self, shard_set: ShardSet, launch: LaunchOptions, options: ServerOptions, sock: socket.socket) -> None:
+    def __init__(
+        self, sets: Mapping[str, ShardSet], launch: LaunchOptions, options: ServerOptions, sock: socket.socket
+    ) -> None:
         self._options, self._sock = options, sock
         metrics = Metrics()
-        model = ServedModel(options.model_name, shard_set, int(time.time()))
-        self.host = ModelHost(model, launch, options, metrics)
-        self.server = Server(self.host, options, metrics)
+        self.models = Models(launch, options, metrics)
+        for name, shard_set in sets.items():
+            self.models.add(name, shard_set)
+        self.server = Server(self.models, options, metrics)
         self._http = _Http(self._http_config())
         self._exit_code = 0
 
@@ -87,7 +89,7 @@ class Life:
             loop.add_signal_handler(number, self._on_signal, number)
         log.info("listening on %s", self._address())
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]))
-        serving = asyncio.create_task(self.host.run(on_stage))
+        serving = asyncio.create_task(self.models.run(on_stage))
         try:
             if await _first(serving, self._asked.wait()):
                 await self._end_failed(serving)
@@ -96,6 +98,7 @@ class Life:
             self.server.is_draining = True
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+            await self.models.stop()
             self._http.should_exit = True
             with contextlib.suppress(Exception):
                 await http
@@ -111,26 +114,26 @@ class Life:
             self._hurried.set()
         self._exit_code = 0 if number == signal.SIGTERM and not self._hurried.is_set() else 128 + number
         self.server.is_draining = True
-        self.host.end()
+        self.models.end()
         self._asked.set()
 
     async def _end_failed(self, serving: asyncio.Task[None]) -> None:
         """Let every client hear of a failed rank; raises its error."""
-        if self.host.model.ready:
+        if self.models.have_served:
             await asyncio.wait((asyncio.create_task(self._hurried.wait()),), timeout=LAST_WORDS_SECONDS)
         serving.result()
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Let running requests finish, for as long as they may; the rest is told."""
-        host = self.host
-        if host.num_unfinished:
-            log.info("draining: %d sequence(s), at most %g s", host.num_unfinished, self._options.drain_timeout)
+        models = self.models
+        if models.num_unfinished:
+            log.info("draining: %d sequence(s), at most %g s", models.num_unfinished, self._options.drain_timeout)
         deadline = time.monotonic() + self._options.drain_timeout
-        while host.num_unfinished and time.monotonic() < deadline and not self._hurried.is_set():
+        while models.num_unfinished and time.monotonic() < deadline and not self._hurried.is_set():
             await asyncio.sleep(0.02)
             if serving.done():
                 await self._end_failed(serving)
-        host.fail_all(unavailable("the server is shutting down", code="draining"))
+        models.fail_all(unavailable("the server is shutting down", code="draining"))
 
 
 async def _first(task: asyncio.Task, other) -> bool:

@@ -69,13 +69,6 @@ class ServedModel:
         """The tokenizer for checking grammars, made on first use; raises UsageError where the model's cannot be used."""
         return load_tokenizer(self.shard_set.files.get("tokenizer.json"), self.vocab_size, self.eos_ids)
 
-    def check_name(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served."""
-        if name is not None and name != self.name:
-            raise ApiError(
-                404, f"model {name[:100]!r} is not served, {self.name!r} is", param="model", code="model_not_found"
-            )
-
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text."""
         if not self.tokenizer.has_text:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Limits and names. Seconds and bytes where a unit is needed."""
+    """Limits and keys. Seconds and bytes where a unit is needed."""
 
-    model_name: str
     api_key: str | None = None
     max_num_seqs: int = 16
     max_queue: int = 1024
@@ -22,3 +22,7 @@ class ServerOptions:
     max_logprobs: int = 20
     max_stop: int = 16
     max_body_bytes: int = 8 << 20
+    model_root: Path | None = None
+    """With it, /admin/ can change which models are served, to folders below it."""
+    verify_on_load: bool = False
+    """Whether all weights of a set that is loaded later are hashed first."""

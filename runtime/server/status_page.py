@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .app import Server
+    from .host import ModelHost
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
+
+_SUMS = ("running", "waiting", "used_blocks", "total_blocks", "generated_tokens", "restarts")
 
 
 @cache
@@ -24,13 +27,23 @@ def page() -> bytes:
 
 
 def status(server: Server) -> dict[str, Any]:
-    """What the page shows, and `/status` tells."""
-    host = server.host
-    stats = host.stats
+    """What the page shows, and `/status` tells: figures of all models together, and of each."""
+    models = [_model(host) for host in server.models]
     return {
         "status": server.status,
-        "model": host.model.name,
+        "model": models[0]["name"] if models else None,
         "time": time.monotonic(),
+        **{name: sum(model[name] for model in models) for name in _SUMS},
+        "ranks": [{**rank, "model": model["name"]} for model in models for rank in model["ranks"]],
+        "models": models,
+    }
+
+
+def _model(host: ModelHost) -> dict[str, Any]:
+    stats = host.stats
+    return {
+        "name": host.name,
+        "status": host.status,
         "running": stats.running,
         "waiting": stats.waiting,
         "used_blocks": stats.used_blocks,
