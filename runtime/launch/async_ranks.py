@@ -25,7 +25,7 @@ class AsyncRanks:
         self.failing = False
         self._readable = asyncio.Event()
         # Not zmq.asyncio: it would make a second socket object of the same socket, and each would close it.
-        self._fd = group.events.getsockopt(zmq.FD)
+        self._fd = int(group.events.FD)
         asyncio.get_running_loop().add_reader(self._fd, self._readable.set)
 
     def send(self, message: FrontMessage) -> None:
@@ -49,8 +49,10 @@ class AsyncRanks:
         self._readable.clear()  # it tells of changes only: looking comes after
         message = self._take()
         if message is None:
+            # Not wait_for: in Python 3.11 it can swallow a cancellation.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._readable.wait(), POLL_MS / 1000)
+                async with asyncio.timeout(POLL_MS / 1000):
+                    await self._readable.wait()
             message = self._take()
         return message
 

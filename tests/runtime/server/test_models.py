@@ -57,6 +57,7 @@ def server(root) -> Iterator[ServerProcess]:
         server.http.headers["authorization"] = "Bearer secret"
         server.wait_until_ready()
         yield server
+        print(*server.log[-40:], sep="\n")
         assert server.stop() == 0, server.log
 
 
