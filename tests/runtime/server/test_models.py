@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -149,6 +150,9 @@ def test_figures_of_each(server, texts):
 
 
 def test_needs_the_key(server):
+    """And the guide names these paths, and no other."""
+    guide = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"/admin/([a-z-]+)", guide)) == {"load", "unload", "replace", "clear-cache"}
     for path in ("load", "unload", "replace", "clear-cache"):
         assert server.http.post(f"/admin/{path}", json={}, headers={"authorization": ""}).status_code == 401
 
