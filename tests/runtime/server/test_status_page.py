@@ -91,7 +91,7 @@ def test_errors_and_a_server_that_goes_away(browser, run_folder, served_checkpoi
 def test_memory_is_that_of_now(server):
     """Asked of the ranks at every look, not what they said when they were ready."""
     server.http.get("/metrics")
-    name = 'mgtp_rank_private_bytes{device="cpu",rank="1"}'
+    name = 'mgtp_rank_private_bytes{device="cpu",model="tiny",rank="1"}'
     wait(lambda: name in server.http.get("/metrics").text)
     ranks = server.http.get("/status").json()["ranks"]
     assert [r["rank"] for r in ranks] == [0, 1]
