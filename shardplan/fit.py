@@ -32,11 +32,11 @@ from .partition import Axis, TensorSpec, model_axes, part_bytes, rank_shape
 from .quantities import lowest_terms
 from .recurrent_state import state_bytes
 
-CONTEXT_BYTES = 600 << 20
-"""What CUDA, cuBLAS and the kernels take of a device before anything is loaded."""
+CONTEXT_BYTES = 700 << 20
+"""What CUDA, cuBLAS and the kernels take of a device before the cache is made: 686 MiB seen (docs/performance.md)."""
 
-COLLECTIVE_BYTES = 400 << 20
-"""What NCCL takes more, once there are several ranks."""
+COLLECTIVE_BYTES = 800 << 20
+"""What NCCL takes more, once there are several ranks: 782 MiB seen with two."""
 
 CACHE_FRACTION = 0.92
 """Part of a device's memory that is free after loading which the KV cache takes at most."""
