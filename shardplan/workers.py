@@ -17,15 +17,25 @@ from typing import Any
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Deliver SIGINT, SIGTERM and SIGHUP to this thread after the block only.
+    """Hold what SIGINT, SIGTERM and SIGHUP do until the block has ended.
 
-    Threads that are started in it keep the signals blocked, and would hand that on to processes: they must start none.
+    Handlers run in the main thread only, whichever thread the system gives a signal to: blocking it in one is not enough.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    held = [number for number, handler in handlers.items() if callable(handler)]
+    arrived: list[int] = []
     try:
+        for number in held:
+            signal.signal(number, lambda number, frame: arrived.append(number))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in held:
+            signal.signal(number, handlers[number])
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def start_threads(threads: Iterable[threading.Thread]) -> None:

@@ -45,8 +45,8 @@ def test_signal_waits_until_the_threads_run() -> None:
     assert ran.is_set()
 
 
-def test_signal_in_a_block_comes_after_it_and_the_mask_is_as_before() -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+def test_signal_in_a_block_comes_after_it_and_handlers_are_as_before() -> None:
+    before = signal.getsignal(signal.SIGTERM)
     reached: list[bool] = []
 
     def block() -> None:
@@ -57,7 +57,20 @@ def test_signal_in_a_block_comes_after_it_and_the_mask_is_as_before() -> None:
     with pytest.raises(Stop):
         block()
     assert reached
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_threads_leave_signals_alone() -> None:
+    handlers: list[object] = []
+
+    def work() -> None:
+        with signals_held():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
 
 
 def test_pool_drops_what_it_has_not_begun() -> None:

@@ -33,7 +33,7 @@ class EchoRanks:
             self.open.append((message, 0))
             self.most = max(self.most, len(self.open))
 
-    def receive(self) -> Tokens | RequestFailed:
+    def receive_step(self) -> Tokens | RequestFailed:
         request, given = self.open.pop()
         if 9 in request.prompt_ids:
             return RequestFailed(request.id, "not finite")
