@@ -34,6 +34,9 @@ COMMANDS = ("plan", "shard", "verify", "generate", "serve", "chat", "probe", "pr
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+END_SECONDS = 10.0
+"""After a signal, the program has come to its end by then: stopping ranks takes 5 seconds at most."""
+
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Typer's own copy of click is private; its base classes are reached through the public BadParameter.
@@ -97,9 +100,11 @@ def main(argv: list[str] | None = None) -> int:
         path = error.ctx.command_path if usage else "mgtp"  # type: ignore[attr-defined]
         return _fail(_usage_message(error, arguments), f"see {path} --help", 2, debug)
     except (KeyboardInterrupt, typer.Abort):
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _abandon_stdout()
         return _fail("interrupted", "", EXIT_INTERRUPTED, debug)
     except Terminated:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _abandon_stdout()
         return _fail("terminated", "", EXIT_TERMINATED, debug)
     except BrokenPipeError:
@@ -148,10 +153,21 @@ def _handle_signals() -> None:
 
 
 def _end(number: int, frame: object) -> None:
-    """Begin the end; it takes seconds at most, and further signals would only keep it from cleaning up."""
+    """Begin the end; it takes seconds at most, and further signals would only keep it from cleaning up.
+
+    What a handler raises can be lost: C code that asks an object for an attribute may drop every error, as NumPy's
+    comparisons do. So it is raised again when the end has not come in time.
+    """
     for each in _ENDING_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+    error = KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    def end_again(number: int, frame: object) -> None:
+        raise error
+
+    signal.signal(signal.SIGALRM, end_again)
+    signal.setitimer(signal.ITIMER_REAL, END_SECONDS, END_SECONDS)
+    raise error
 
 
 def _fail(message: str, hint: str, code: int, debug: bool) -> int:

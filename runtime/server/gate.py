@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from typing import Any
+from urllib.parse import quote
 
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -103,7 +104,7 @@ class Gate:
         fields: dict[str, Any] = {
             "client": ":".join(map(str, scope["client"] or ())),
             "method": scope["method"],
-            "path": scope["path"][:200],
+            "path": quote(scope["path"][:200], safe="/:@!$&'()*+,;="),
             "status": status,
             "seconds": round(seconds, 4),
         }

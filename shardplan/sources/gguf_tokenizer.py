@@ -48,7 +48,7 @@ def _byte_level(vocab: Vocab, pre: PreTokenizer) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     # Converters pad the vocabulary to the embedding with unused tokens, which the original does not have.
-    ids = {t: i for i, t in enumerate(vocab.tokens) if vocab.types[i] != TokenType.UNUSED}
+    ids = {vocab.tokens[i]: i for i in np.flatnonzero(vocab.types != TokenType.UNUSED).tolist()}
     merges = [(a, b) for a, b in vocab.merges if a in ids and b in ids and a + b in ids]
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words))
     if pre.normalize:

@@ -184,3 +184,26 @@ def test_a_second_run_is_not_disturbed_by_the_death_of_a_first(run_folder, shard
     first.kill()
     first.communicate()
     mgtp(run_folder, "generate", shard_set, *GENERATE, "--max-tokens", "5")
+
+
+LOSING = """
+import os, signal, time
+from mgtp.cli import app
+app.END_SECONDS = 0.2
+app._handle_signals()
+try:
+    os.kill(os.getpid(), {number})
+except BaseException:
+    pass  # as C code that clears errors does
+try:
+    time.sleep(60)
+except {error}:
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize(("number", "error"), [(2, "KeyboardInterrupt"), (15, "app.Terminated")])
+def test_a_signal_whose_exception_is_lost_ends_the_program_all_the_same(number, error, tmp_path):
+    script = LOSING.format(number=number, error=error)
+    run = subprocess.run([sys.executable, "-c", script], env=environment(tmp_path), capture_output=True, text=True)
+    assert run.stdout == "ended\n", run.stderr

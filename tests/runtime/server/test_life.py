@@ -47,6 +47,11 @@ def test_clients_that_go_away_free_their_blocks(server):
     assert server.http.get("/ready").status_code == 200
 
 
+def test_a_path_cannot_forge_lines_of_the_log(server):
+    server.http.get("/x%0aforged%1b[31m")
+    assert "path=/x%0Aforged%1B%5B31m" in server.wait_for_line("forged")
+
+
 def test_many_streams_at_once(server):
     """More than can run: they wait their turn, and each gets its own text."""
 
