@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 
 from .errors import MgtpError
 from .hashing import hash_bytes, hash_file_range, hash_rank
@@ -58,6 +58,7 @@ class RankFile:
         self.is_final = False
         self._fd = -1
         self._unsynced = 0
+        self._writing = Lock()
 
     def recover(self, hashes: Sequence[str], cancelled: Event) -> None:
         """Find out how much of the file an earlier run has left; `hashes` are those of its first tensors.
@@ -96,7 +97,8 @@ class RankFile:
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write bytes at `offset` of the data section. Any number of threads may, each to a place of its own."""
-        self._write_at(data, self.plan.data_offset + offset)
+        with self._writing:  # two writers of one file would spin for the same lock in the kernel
+            self._write_at(data, self.plan.data_offset + offset)
         self._unsynced += len(data)  # an update lost between threads only shifts the next write-back
 
     def start_writeback(self) -> None:
