@@ -11,7 +11,15 @@ import typer
 
 from ..shardplan.errors import MgtpError
 from .app import app
-from .launching import CpSizeOption, DeviceOption, DevicesOption, MaxModelLenOption, SharedDeviceOption, TpSizeOption
+from .launching import (
+    CpSizeOption,
+    DeviceOption,
+    DevicesOption,
+    MaxModelLenOption,
+    SharedDeviceOption,
+    TpSizeOption,
+    launch_options,
+)
 from .sampling_options import SeedOption, TemperatureOption, TopPOption
 
 if TYPE_CHECKING:
@@ -45,18 +53,16 @@ def chat(
     Answers go to stdout. Without a terminal, every line of stdin is said in turn, and a failure ends the command.
     """
     from ..runtime.chat_session import Conversation
-    from ..runtime.launch.start import LaunchOptions
-    from .launching import parse_devices
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    launch = LaunchOptions(
+    launch = launch_options(
+        ctx,
         cp_size=cp_size,
         device=device,
-        devices=parse_devices(devices),
+        devices=devices,
         allow_shared_device=allow_shared_device,
         max_model_len=max_model_len,
         max_num_seqs=1,
-        log_level=ctx.obj.log_level,
     )
     with _answers(target, tp_size, launch, api_key, options) as answers:
         _talk(Conversation(answers, system), answers.model)

@@ -20,6 +20,9 @@ from .launching import (
     SharedDeviceOption,
     TpSizeOption,
     VerifyOption,
+    launch_options,
+    open_set,
+    running,
 )
 
 if TYPE_CHECKING:
@@ -49,20 +52,18 @@ def probe_memory(
     device_total_bytes, kv_cache_tokens: what all ranks of a cp group keep together, kv_cache_bytes: of this rank).
     """
     from ..runtime.launch.probe import probe
-    from ..runtime.launch.start import LaunchOptions
     from .console import print_json
-    from .launching import open_set, parse_devices, running
 
     shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
-    options = LaunchOptions(
+    options = launch_options(
+        ctx,
         cp_size=cp_size,
         device=device,
-        devices=parse_devices(devices),
+        devices=devices,
         allow_shared_device=allow_shared_device,
         collective=collective,
         max_model_len=max_model_len,
         max_num_seqs=1,
-        log_level=ctx.obj.log_level,
     )
     with running(shard_set, options) as started:
         report = probe(started, shard_set.plan)
