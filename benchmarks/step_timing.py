@@ -115,7 +115,9 @@ def main() -> None:
         for batch in (1, 8, 32, 128):
             runner.forward(decode_step(batch, CONTEXT))
             profile(steps.graphs._graphs[batch][0].replay, f"decode batch {batch}")
-        profile(lambda: runner.forward(prefill_step(1, 8000)), "prefill 8000")
+        for sequences, tokens in ((1, 512), (16, 512), (1, 8000)):
+            step = prefill_step(sequences, tokens)
+            profile(lambda s=step: runner.forward(s), f"prefill {sequences} x {tokens}")
 
 
 if __name__ == "__main__":

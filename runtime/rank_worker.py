@@ -49,6 +49,9 @@ from .weights import Weights, map_file, read_to_device
 CONTEXT_SAMPLE_BYTES = 1 << 20
 """What is read of the file to make CUDA set up all that loading needs, before memory is first measured."""
 
+WARM_UP_TOKENS = 256
+"""A prompt long enough to take the way of long ones; all of it falls into the scratch block."""
+
 CPU_MEMORY_FRACTION = 0.5
 """Part of the host's available memory that the KV caches of all ranks together may take."""
 
@@ -186,17 +189,19 @@ class RankWorker:
         return int(values)
 
     def warm_up(self) -> None:
-        """One token through every layer, so that the first request finds everything in place."""
+        """Tokens through every layer, so that the first request finds everything in place, kernels compiled too."""
         self.runner.forward(self.scratch_step(1))
         if self.place.device.type == "cuda":
+            prompt = min(WARM_UP_TOKENS, self.options.max_batch_tokens, self.demand.max_model_len)
+            self.runner.forward(Step([*self.scratch_step(1).sequences, *self.scratch_step(1, prompt).sequences]))
             torch.cuda.synchronize()
             if not self.options.enforce_eager:
                 self.runner.capture()
 
-    def scratch_step(self, batch: int) -> Step:
-        """One token of `batch` sequences in the slot behind those of all others, some of which may be running."""
+    def scratch_step(self, batch: int, tokens: int = 1) -> Step:
+        """`tokens` of `batch` sequences in the slot behind those of all others, some of which may be running."""
         tables = [[SCRATCH_BLOCK] for _ in cache_groups(self.shard_set.model)]
-        return Step([SequenceStep(self.options.max_num_seqs, 0, [0], 1, True, tables)] * batch)
+        return Step([SequenceStep(self.options.max_num_seqs, 0, [0] * tokens, tokens, True, tables)] * batch)
 
     def device_name(self) -> str:
         """'cpu', or 'cuda:0 (NVIDIA H200)'."""

@@ -51,7 +51,10 @@ def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
     return scores * (scale * 1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=["tables", "rows", "positions"],  # parts of larger tensors, at any place
+)
 def _decode_attention(
     q_ptr, k_cache, v_cache, tables, rows, positions, out_ptr, partial, stats, counters,
     cos_sin, q_weight, k_weight, q_eps, k_eps, sinks, q_stride, table_stride, scale, cap, window,

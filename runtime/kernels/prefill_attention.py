@@ -55,7 +55,10 @@ def _attend(
     return highest, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=["tables", "starts", "rows", "kv_lens"],  # parts of larger tensors, at any place
+)
 def _prefill_attention(
     q_ptr, k_cache, v_cache, tables, starts, rows, kv_lens, out_ptr, sinks, table_stride, scale, cap, window,
     KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,

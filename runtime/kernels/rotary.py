@@ -6,7 +6,7 @@ d xor 1; dimensions from `rot` on pass through with angle 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -36,6 +36,10 @@ class Rotation:
     cos_sin: torch.Tensor
     interleaved: bool = False
     by_token: bool = False
+
+    def after(self, count: int) -> Rotation:
+        """The same for a step without its first `count` tokens."""
+        return replace(self, cos_sin=self.cos_sin[count:]) if self.by_token else self
 
 
 @triton.jit
@@ -69,7 +73,10 @@ def load_rotated(
     return rotated.to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["tables", "rows", "positions"],  # parts of larger tensors, at any place
+)
 def _rotate_and_write(
     qkv_ptr, q_out, k_cache, v_cache, tables, rows, positions, cos_sin, q_weight, k_weight, q_eps, k_eps,
     qkv_stride, table_stride,

@@ -10,7 +10,7 @@ import torch
 from ...shardplan.config import Attention as AttentionConfig
 from ..kernels.decode_attention import Softmax, decode_attention
 from ..kernels.prefill_attention import prefill_attention
-from ..kernels.rotary import HeadNorm, rotate_and_write
+from ..kernels.rotary import HeadNorm, Rotation, rotate_and_write
 from ..paged import PagedBatch
 from .norm import RMSNorm
 
@@ -24,16 +24,11 @@ class PagedAttention:
 
     def __call__(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """q [T, q, D], rotated, its keys and values being in the cache -> [T, q*D]"""
-        keys, values, group = batch.cache.layer(self.index)
-        cache, paged = (keys, values), batch.paged
-        table, count, prefill = paged.tables[group], paged.num_decode, paged.prefill
-        parts = []
+        count, parts = batch.paged.num_decode, []
         if count:
-            at = (paged.rows[:count], paged.positions[:count], paged.counters)
-            parts.append(decode_attention(q[:count], cache, table, *at, self.softmax))
-        if prefill is not None:
-            at = (prefill.rows, prefill.starts, prefill.kv_lens, prefill.longest)
-            parts.append(prefill_attention(q[count:], cache, table, *at, self.softmax))
+            parts.append(self._decode(q[:count], batch))
+        if batch.paged.prefill is not None:
+            parts.append(self._prefill(q[count:], batch))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def from_projection(
@@ -41,14 +36,37 @@ class PagedAttention:
     ) -> torch.Tensor:
         """qkv [T, (q + 2 kv) D] as projected: norm heads, rotate, write keys and values, attend -> [T, q*D]"""
         norms = None if q_norm is None or k_norm is None else (_head_norm(q_norm), _head_norm(k_norm))
+        rotation, paged = batch.rotation(self.config.rope), batch.paged
+        count, parts = paged.num_decode, []
+        if count:  # in a mixed step by the kernel of a decode step, which is compiled already
+            parts.append(self._decode(qkv[:count], batch, rotation, norms))
+        if paged.prefill is not None:
+            keys, values, group = batch.cache.layer(self.index)
+            at = (paged.rows[count:], paged.positions[count:], rotation.after(count))
+            q = rotate_and_write(qkv[count:], (keys, values), paged.tables[group], *at, norms)
+            parts.append(self._prefill(q, batch))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        batch: PagedBatch,
+        rotation: Rotation | None = None,
+        norms: tuple[HeadNorm, HeadNorm] | None = None,
+    ) -> torch.Tensor:
+        """The sequences of one token, which come first in a step."""
         keys, values, group = batch.cache.layer(self.index)
-        cache, paged = (keys, values), batch.paged
-        table, rotation = paged.tables[group], batch.rotation(self.config.rope)
-        if paged.prefill is None:
-            at = (paged.rows, paged.positions, paged.counters)
-            return decode_attention(qkv, cache, table, *at, self.softmax, rotation, norms)
-        q = rotate_and_write(qkv, cache, table, paged.rows, paged.positions, rotation, norms)
-        return self(q, batch)
+        paged, count = batch.paged, len(q)
+        at = (paged.rows[:count], paged.positions[:count], paged.counters)
+        return decode_attention(q, (keys, values), paged.tables[group], *at, self.softmax, rotation, norms)
+
+    def _prefill(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The sequences of several tokens."""
+        keys, values, group = batch.cache.layer(self.index)
+        paged, prefill = batch.paged, batch.paged.prefill
+        assert prefill is not None
+        at = (prefill.rows, prefill.starts, prefill.kv_lens, prefill.longest)
+        return prefill_attention(q, (keys, values), paged.tables[group], *at, self.softmax)
 
 
 def _head_norm(norm: RMSNorm) -> HeadNorm:

@@ -110,7 +110,8 @@ def replays(world: Communicator, devices: list[int]) -> None:
             step()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # A stream of its own: torch's default one stays on the device where this process captured first.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
                 outcome = step()
             graphs[batch] = graph, x, outcome
         for seed in range(REPLAYS):
