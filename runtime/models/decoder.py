@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -11,14 +12,33 @@ from ..layers.builder import LayerBuilder
 from ..layers.fused_sums import leave_sums_to_norms
 from ..layers.norm import RMSNorm
 
-LayerForward = Callable[[torch.Tensor, torch.Tensor | None, ForwardBatch], tuple[torch.Tensor, torch.Tensor | None]]
-"""(x, residual, batch) -> (x, residual), both [T, H]: x is still to be added to the residual, if there is one."""
+Keep = Callable[[torch.Tensor], torch.Tensor]
+"""Of tensors [T, H] the rows that are of use after the mixing."""
+
+
+class LayerForward(Protocol):
+    """One layer."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, keep: Keep = ..., /
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, H] twice -> [T, H] twice: x is still to be added to the residual, if there is one.
+
+        Of what `keep` drops, the last layer needs keys and values only.
+        """
+        ...
+
 
 Mixer = Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
 """What mixes tokens, [T, H] -> [T, H]: attention, or what stands in for it."""
 
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
 """What works on single tokens, [T, H] -> [T, H]: an MLP, or a mixture of experts."""
+
+
+def everything(x: torch.Tensor) -> torch.Tensor:
+    """What all layers but the last one keep."""
+    return x
 
 
 class PreNormLayer:
@@ -28,12 +48,11 @@ class PreNormLayer:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, keep: Keep = everything
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] twice -> [T, H] twice"""
         x, residual = self.mixer_norm.add(x, residual)
-        x = self.mixer(x, batch)
-        x, residual = self.mlp_norm.add(x, residual)
+        x, residual = self.mlp_norm.add(keep(self.mixer(x, batch)), keep(residual))
         return self.mlp(x), residual
 
 
@@ -44,11 +63,11 @@ class PostNormLayer:
         self.mixer, self.mixer_norm, self.mlp, self.mlp_norm = mixer, mixer_norm, mlp, mlp_norm
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, keep: Keep = everything
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] twice -> [T, H] twice"""
         x = x if residual is None else x + residual
-        x = x + self.mixer_norm(self.mixer(x, batch))
+        x = keep(x) + self.mixer_norm(keep(self.mixer(x, batch)))
         return self.mlp_norm(self.mlp(x)), x
 
 
@@ -63,12 +82,12 @@ class SandwichLayer:
         self.mixer, self.mlp = mixer, mlp
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, keep: Keep = everything
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] twice -> [T, H] twice"""
         x, residual = self.before_mixer.add(x, residual)
-        x = self.after_mixer(self.mixer(x, batch))
-        x, residual = self.before_mlp.add(x, residual)
+        x = self.after_mixer(keep(self.mixer(x, batch)))
+        x, residual = self.before_mlp.add(x, keep(residual))
         return self.after_mlp(self.mlp(x)), residual
 
 
@@ -89,10 +108,11 @@ class Decoder:
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """The logits [L, V] of the batch's logit rows."""
         x, residual = self.begin(batch), None
-        for layer in self.layers:
+        *before, last = self.layers
+        for layer in before:
             x, residual = layer(x, residual, batch)
-        x, _ = self.norm.add(batch.logit_rows_of(x), None if residual is None else batch.logit_rows_of(residual))
-        return self.head(x)
+        x, residual = last(x, residual, batch, batch.logit_rows_of)
+        return self.head(self.norm.add(x, residual)[0])
 
     def begin(self, batch: ForwardBatch) -> torch.Tensor:
         """What the first layer works on: the embeddings [T, H] of the batch's tokens."""

@@ -16,7 +16,7 @@ from ..layers.activation import ACTIVATIONS
 from ..layers.builder import LayerBuilder
 from ..layers.norm import RMSNorm
 from ..layers.self_attention import SelfAttention
-from .decoder import Decoder
+from .decoder import Decoder, Keep, everything
 from .gemma3 import gemma_block
 
 _PER_LAYER = "gemma4 per-layer inputs"
@@ -84,13 +84,13 @@ class Gemma4Layer:
         self.scalar = build.weights.take(f"{p}layer_scalar")
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, keep: Keep = everything
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, H] twice -> [T, H] and nothing to add it to"""
-        x, residual = self.block(x, residual, batch)
+        x, residual = self.block(x, residual, batch, keep)
         x = residual + x
         if self.branch is not None:
-            x = x + self.branch(x, batch.scratch[_PER_LAYER][:, self.index])
+            x = x + self.branch(x, keep(batch.scratch[_PER_LAYER][:, self.index]))
         return x * self.scalar, None
 
 
