@@ -9,6 +9,7 @@ the warm-up has not.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import time
@@ -44,6 +45,8 @@ def main() -> None:
     worker.warm_up()
     print(f"warm-up {time.perf_counter() - begin:.2f} s")
     note_waits()
+    gc.collect()
+    gc.freeze()  # as a rank does
     for turn in range(2):
         report(run(worker.make_engine(), requests, turn), f"run {turn}")
     if "profile" in sys.argv:

@@ -122,17 +122,3 @@ def wait_for_inputs(PDL: tl.constexpr):
     """Wait until the kernels before this one have ended and their results can be read."""
     if PDL:
         gdc_wait()
-
-
-@triton.jit
-def prefetch(addresses, num_bytes):
-    """Ask for `num_bytes` (a multiple of 16) from each of `addresses` (a tensor of pointers) to be brought into L2."""
-    sizes = tl.full(addresses.shape, 0, tl.int32) + num_bytes
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [addresses.to(tl.uint64), sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -22,7 +22,6 @@ from .launch import (
     Kernel,
     dot,
     precision,
-    prefetch,
     start_dependents,
     start_dependents_late,
     takes_large_tiles,
@@ -34,8 +33,8 @@ from .launch import (
 class Tiling:
     """How a kernel cuts the work: output rows a program, columns at a time, warps, pipeline stages.
 
-    `splits`: programs that share the columns of a row. `ahead`: columns of each row, after the first block, that are
-    asked for while the kernel before still runs.
+    `splits`: programs that share the columns of a row. `early`: whether a program of several tokens loads its first
+    weights while the kernel before still runs, as that of one token always does.
     """
 
     rows: int
@@ -43,13 +42,13 @@ class Tiling:
     warps: int
     stages: int = 1
     splits: int = 1
-    ahead: int = 0
+    early: bool = False
 
 
 @triton.jit
 def _row_products(
     x_ptr, w_ptr, bias_ptr, y_ptr, N,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: y[n] = sum_k x[k] W[n, k]. GATED: W holds N gate rows, then N up rows; y = act(gate) * up."""
@@ -65,11 +64,6 @@ def _row_products(
     u = w
     if GATED:
         u = tl.load(w_at + N.to(tl.int64) * K, mask=mask, other=0.0, eviction_policy="evict_first")
-    if PDL and AHEAD > 0:
-        row = w_ptr + tl.where(inside, rows, 0).to(tl.int64) * K
-        _prefetch_columns(row, BLOCK, AHEAD)
-        if GATED:
-            _prefetch_columns(row + N.to(tl.int64) * K, BLOCK, AHEAD)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
     total = w.to(tl.float32) * x
@@ -94,18 +88,11 @@ def _row_products(
     tl.store(y_ptr + rows, y.to(dtype), mask=inside)
 
 
-@triton.jit
-def _prefetch_columns(row, first, NUMBER: tl.constexpr):
-    """Ask for NUMBER columns from `first` on, of rows that begin at pointers `row`, in pieces of 64."""
-    pieces = tl.arange(0, NUMBER // 64) * 64
-    prefetch(row[:, None] + first + pieces[None, :], 64 * (row.dtype.element_ty.primitive_bitwidth // 8))
-
-
 @triton.jit(do_not_specialize=["T"])
 def _tile_products(
     x_ptr, w_ptr, bias_ptr, y_ptr, partial, counters, T, N,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to TOKENS tokens: y[t, n] = sum_k x[t, k] W[n, k], ROWS rows a program. GATED as above.
@@ -122,15 +109,25 @@ def _tile_products(
     begin = split * share
     end = tl.minimum(begin + share, K)
     w_row = w_ptr + tl.where(inside, rows, 0).to(tl.int64) * K
-    if PDL and AHEAD > 0:
-        _prefetch_columns(w_row, begin, AHEAD)
-        if GATED:
-            _prefetch_columns(w_row + N.to(tl.int64) * K, begin, AHEAD)
-    wait_for_inputs(PDL)
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    up = tl.zeros([ROWS, TOKENS], tl.float32)
     x_at = x_ptr + tokens[None, :] * K + columns[:, None]
     w_at = w_row[:, None] + columns[None, :]
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    up = tl.zeros([ROWS, TOKENS], tl.float32)
+    if EARLY:
+        within = begin + columns < K
+        w = tl.load(w_at + begin, mask=within[None, :], other=0.0, eviction_policy="evict_first")
+        if GATED:
+            u = tl.load(
+                w_at + N.to(tl.int64) * K + begin, mask=within[None, :], other=0.0, eviction_policy="evict_first"
+            )
+        wait_for_inputs(PDL)
+        x = tl.load(x_at + begin, mask=present[None, :] & within[:, None], other=0.0)
+        total = dot(w, x, total, PRECISION)
+        if GATED:
+            up = dot(u, x, up, PRECISION)
+        begin += BLOCK
+    else:
+        wait_for_inputs(PDL)
     for start in range(begin, end, BLOCK):
         within = start + columns < K
         x = tl.load(x_at + start, mask=present[None, :] & within[:, None], other=0.0)
@@ -201,7 +198,7 @@ def row_products(
         (triton.cdiv(size, tiling.rows),),
         (x, weight, weight if bias is None else bias, y, size),
         {
-            "K": weight.shape[1], "ROWS": tiling.rows, "BLOCK": tiling.columns, "AHEAD": tiling.ahead,
+            "K": weight.shape[1], "ROWS": tiling.rows, "BLOCK": tiling.columns,
             "HAS_BIAS": bias is not None, "GATED": bool(activation), "ACT": activation,
         },
         warps=tiling.warps,
@@ -226,7 +223,7 @@ def tile_products(
         (x, weight, weight if bias is None else bias, y, partial, _counters(x.device), tokens, size),
         {
             "K": weight.shape[1], "TOKENS": padded, "ROWS": tiling.rows, "BLOCK": tiling.columns,
-            "SPLITS": tiling.splits, "AHEAD": tiling.ahead, "HAS_BIAS": bias is not None, "GATED": bool(activation),
+            "SPLITS": tiling.splits, "EARLY": tiling.early, "HAS_BIAS": bias is not None, "GATED": bool(activation),
             "ACT": activation, "PRECISION": precision(x),
         },
         warps=tiling.warps,
