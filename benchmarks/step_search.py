@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from step_timing import CONTEXT, decode_step, make_runner
@@ -31,14 +30,12 @@ ROWS = [
     for t in ((1, 2048, 4), (2, 2048, 4), (1, 1024, 2), (2, 1024, 4), (4, 1024, 4), (1, 4096, 8), (2, 1024, 2))
 ]
 TILES = [None] + [
-    Tiling(*t, splits=splits, early=early)
+    Tiling(*t, splits=splits)
     for t, choices in {
         (64, 128, 4, 4): (1, 2, 4), (64, 128, 4, 6): (1, 2, 4), (64, 64, 4, 6): (1, 2, 4), (64, 256, 4, 3): (1, 2),
         (32, 128, 4, 5): (1, 2), (128, 64, 8, 4): (1, 2, 4), (128, 128, 8, 3): (1, 2),
     }.items()
     for splits in choices
-    for early in (True, False)
-    if early or t in {(64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 8, 4)}
 ]  # fmt: skip
 KERNELS = {
     "rows": linear._row_kernel, "tiles": linear._tile_kernel, "norm": norm._kernel,
@@ -84,17 +81,6 @@ class Search:
         self.best = best
         print(f"  {name}: {found} -> {best:.3f} ms  (tried {' '.join(shown)})", flush=True)
 
-    def all_early(self) -> None:
-        """Products that load their first weights before the kernel ahead of them has ended, all at once."""
-        before = dict(self.tilings)
-        self.tilings = {name: t and replace(t, early=True) for name, t in before.items()}
-        took = self.time()
-        print(f"  all early: {took:.3f} ms")
-        if took < self.best:
-            self.best = took
-        else:
-            self.tilings = before
-
     def run(self) -> None:
         self.best = self.time()
         print(f"batch {self.batch}: {self.best:.3f} ms")
@@ -105,8 +91,6 @@ class Search:
                     self.improve(
                         f"trigger of {name}", [0, 1, 2], lambda v, k=kernel: setattr(k, "trigger", v), kernel.trigger
                     )
-            if self.batch > 1:
-                self.all_early()
             attention = [t for t in TILINGS if 64 <= t[0] * self.batch * 8 <= 2048]
             self.improve("attention", attention, lambda v: setattr(self, "splits", v), self.splits)
             for name in MATRICES.values():

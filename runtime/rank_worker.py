@@ -50,8 +50,8 @@ from .weights import Weights, map_file, read_to_device
 CONTEXT_SAMPLE_BYTES = 1 << 20
 """What is read of the file to make CUDA set up all that loading needs, before memory is first measured."""
 
-WARM_UP_TOKENS = 256
-"""A prompt long enough to take the way of long ones; all of it falls into the scratch block."""
+WARM_UP_TOKENS = 1024
+"""The longest prompt that warms up a device: all of it falls into the scratch block."""
 
 CPU_MEMORY_FRACTION = 0.5
 """Part of the host's available memory that the KV caches of all ranks together may take."""
@@ -196,8 +196,7 @@ class RankWorker:
         """Tokens through every layer, so that the first request finds everything in place, kernels compiled too."""
         self.runner.forward(self.scratch_step(1))
         if self.place.device.type == "cuda":
-            prompt = min(WARM_UP_TOKENS, self.options.max_batch_tokens, self.demand.max_model_len)
-            self.runner.forward(Step([*self.scratch_step(1).sequences, *self.scratch_step(1, prompt).sequences]))
+            self.runner.forward(self.largest_step())
             torch.cuda.synchronize()
             if not self.options.enforce_eager:
                 self.runner.capture()
@@ -206,6 +205,15 @@ class RankWorker:
         """`tokens` of `batch` sequences in the slot behind those of all others, some of which may be running."""
         tables = [[SCRATCH_BLOCK] for _ in cache_groups(self.shard_set.model)]
         return Step([SequenceStep(self.options.max_num_seqs, 0, [0] * tokens, tokens, True, tables)] * batch)
+
+    def largest_step(self) -> Step:
+        """As many tokens as a step may have, in prompts that fall into the scratch block, behind a decoding sequence.
+
+        It needs the memory that steps will need, and the kernels.
+        """
+        prompt = min(WARM_UP_TOKENS, self.options.max_batch_tokens, self.demand.max_model_len)
+        prompts = min(self.options.max_batch_tokens // prompt, self.options.max_num_seqs)
+        return Step([*self.scratch_step(1).sequences, *self.scratch_step(prompts, prompt).sequences])
 
     def device_name(self) -> str:
         """'cpu', or 'cuda:0 (NVIDIA H200)'."""

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel, start_dependents, wait_for_inputs
+from .launch import Kernel, cdiv, power_of_2, start_dependents, wait_for_inputs
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((tokens, size))
     if tokens:
-        block = min(2048, triton.next_power_of_2(size))
+        block = min(2048, power_of_2(size))
         constants = {"SIZE": size, "BLOCK": block, "ACT": activation}
-        _kernel((tokens, triton.cdiv(size, block)), (gate_up, out), constants, warps=4)
+        _kernel((tokens, cdiv(size, block)), (gate_up, out), constants, warps=4)
     return out

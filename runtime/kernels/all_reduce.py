@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel
+from .launch import Kernel, cdiv, power_of_2
 from .norm import rms_scale
 
 CHUNK = 4096
@@ -142,9 +142,9 @@ def all_reduce_add_rms_norm(
 
 
 def _launch(x: torch.Tensor, workspace: Workspace, others: tuple, size: int, constants: dict, patience: int) -> None:
-    world, block = workspace.size, triton.next_power_of_2(size)
-    programs = min(triton.cdiv(x.numel(), size), workspace.most_programs, MOST_PROGRAMS)
-    sizes = {"WORLD": world, "WORLD_PAD": triton.next_power_of_2(world), "SIZE": size, "BLOCK": block}
+    world, block = workspace.size, power_of_2(size)
+    programs = min(cdiv(x.numel(), size), workspace.most_programs, MOST_PROGRAMS)
+    sizes = {"WORLD": world, "WORLD_PAD": power_of_2(world), "SIZE": size, "BLOCK": block}
     _kernel(
         (programs,),
         (x, workspace.buffers, workspace.signals, *others, x.numel(), workspace.rank, patience),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel, start_dependents, wait_for_inputs
+from .launch import Kernel, cdiv, power_of_2, start_dependents, wait_for_inputs
 
 BLOCK = 4096
 
@@ -59,7 +59,7 @@ def likeliest(logits: torch.Tensor, rows: torch.Tensor, last_ids: torch.Tensor) 
     The ids are also written to `last_ids` int64 at `rows` int32 [S]. A NaN or +inf anywhere in a row fails it.
     """
     count, vocab = logits.shape
-    splits = triton.cdiv(vocab, BLOCK)
+    splits = cdiv(vocab, BLOCK)
     values = torch.empty((count, splits), dtype=torch.float32, device=logits.device)
     indices = torch.empty((count, splits), dtype=torch.int32, device=logits.device)
     ids = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -67,7 +67,7 @@ def likeliest(logits: torch.Tensor, rows: torch.Tensor, last_ids: torch.Tensor) 
     _kernel(
         (count, splits),
         (logits.contiguous(), values, indices, _counters(logits.device), ids, failed, rows, last_ids, vocab),
-        {"BLOCK": BLOCK, "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits)},
+        {"BLOCK": BLOCK, "SPLITS": splits, "SPLITS_PAD": power_of_2(splits)},
         warps=8,
     )
     return ids, failed.bool()

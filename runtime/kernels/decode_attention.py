@@ -22,6 +22,7 @@ from .launch import (
     dot,
     index_type,
     num_processors,
+    power_of_2,
     precision,
     start_dependents,
     start_dependents_late,
@@ -228,10 +229,10 @@ def decode_attention(
     """
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
-    fused, count = rotation is not None, len(q)
+    fused, count = rotation is not None, q.shape[0]
     q = q if fused else q.reshape(count, -1)
     groups = q.shape[1] // dim // kv - (2 if fused else 0)
-    pad, wide = triton.next_power_of_2(groups), triton.next_power_of_2(dim)
+    pad, wide = power_of_2(groups), power_of_2(dim)
     out = q.new_empty((count, kv * groups * dim))
     if splits == 0:
         splits, tiling = choose_tiling(count * kv, wide, q.element_size(), num_processors(q.device))
@@ -249,7 +250,7 @@ def decode_attention(
         ),
         {
             "KV": kv, "G": groups, "G_PAD": pad, "G_DOT": max(16, pad), "D": dim, "D_PAD": wide, "SIZE": size,
-            "BLOCK": block, "INDEX": index_type(k_cache), "SPLITS": splits, "SPLITS_PAD": triton.next_power_of_2(splits), "FUSED": fused,
+            "BLOCK": block, "INDEX": index_type(k_cache), "SPLITS": splits, "SPLITS_PAD": power_of_2(splits), "FUSED": fused,
             "ROT": rotation.cos_sin.shape[1] if rotation is not None else 0,
             "INTERLEAVED": rotation is not None and rotation.interleaved,
             "BY_TOKEN": rotation is not None and rotation.by_token, **norm_flags(norms),

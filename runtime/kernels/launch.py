@@ -39,32 +39,54 @@ class Kernel:
 
     def __init__(self, function: Any, trigger: int = EARLY) -> None:
         self.function, self.trigger = function, trigger
-        self._compiled: dict[tuple, Any] = {}
+        self._compiled: dict[tuple, tuple[Any, tuple]] = {}  # with the values of its constants
 
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any], *, warps: int, stages: int = 3
     ) -> None:
         """Launch on the current stream. The first argument is a tensor on the device to use."""
-        device = arguments[0].device
-        pdl = self.trigger if not INTERPRETED and _has_dependent_launch(device) else 0
-        constants["PDL"] = pdl
+        index = arguments[0].device.index
         # What is compiled is loaded into one device's context: a process that moves to another compiles again.
-        key = (device.index, tuple(constants.values()), warps, stages, *map(_specialization, arguments))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            options = {"launch_pdl": True} if pdl else {}
-            compiled = self.function[grid](*arguments, **constants, num_warps=warps, num_stages=stages, **options)
-            if not INTERPRETED:
-                self._compiled[key] = compiled
+        key = (index, self.trigger, warps, stages, *constants.values(), *_specializations(arguments))
+        known = self._compiled.get(key)
+        if known is None:
+            known = self._compile(grid, arguments, constants, warps, stages)
+            if known is not None:
+                self._compiled[key] = known
             return
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
+        compiled, values = known
+        compiled[(*grid, 1, 1)[:3]](*arguments, *values, stream=torch._C._cuda_getCurrentRawStream(index))
+
+    def _compile(
+        self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any], warps: int, stages: int
+    ) -> tuple[Any, tuple] | None:
+        """Launch Triton's way: what was compiled, and its constants' values; None where it is interpreted."""
+        pdl = self.trigger if not INTERPRETED and _has_dependent_launch(arguments[0].device) else 0
+        options = {"launch_pdl": True} if pdl else {}
+        constants = {**constants, "PDL": pdl}
+        compiled = self.function[grid](*arguments, **constants, num_warps=warps, num_stages=stages, **options)
+        return None if INTERPRETED else (compiled, tuple(constants.values()))
 
 
-def _specialization(argument: Any) -> Any:
+def _specializations(arguments: tuple) -> list[Any]:
     """What Triton compiles a kernel for, besides its constants: dtypes, and what is a multiple of 16."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return (argument % 16 == 0, argument == 1) if isinstance(argument, int) else None
+    found: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found += argument.dtype, argument.data_ptr() % 16 == 0
+        elif isinstance(argument, int):
+            found += argument % 16 == 0, argument == 1
+    return found
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up: Triton's own of that name takes microseconds, since it also serves kernels."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n > 0, without what Triton's own costs."""
+    return 1 << (n - 1).bit_length()
 
 
 @lru_cache

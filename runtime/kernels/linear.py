@@ -20,7 +20,9 @@ from .activation import gated, gated_activation
 from .launch import (
     LATE,
     Kernel,
+    cdiv,
     dot,
+    power_of_2,
     precision,
     start_dependents,
     start_dependents_late,
@@ -33,8 +35,7 @@ from .launch import (
 class Tiling:
     """How a kernel cuts the work: output rows a program, columns at a time, warps, pipeline stages.
 
-    `splits`: programs that share the columns of a row. `early`: whether a program of several tokens loads its first
-    weights while the kernel before still runs, as that of one token always does.
+    `splits`: programs that share the columns of a row.
     """
 
     rows: int
@@ -42,7 +43,6 @@ class Tiling:
     warps: int
     stages: int = 1
     splits: int = 1
-    early: bool = False
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _row_products(
 def _tile_products(
     x_ptr, w_ptr, bias_ptr, y_ptr, partial, counters, T, N,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to TOKENS tokens: y[t, n] = sum_k x[t, k] W[n, k], ROWS rows a program. GATED as above.
@@ -109,25 +109,11 @@ def _tile_products(
     begin = split * share
     end = tl.minimum(begin + share, K)
     w_row = w_ptr + tl.where(inside, rows, 0).to(tl.int64) * K
-    x_at = x_ptr + tokens[None, :] * K + columns[:, None]
-    w_at = w_row[:, None] + columns[None, :]
+    wait_for_inputs(PDL)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
-    if EARLY:
-        within = begin + columns < K
-        w = tl.load(w_at + begin, mask=within[None, :], other=0.0, eviction_policy="evict_first")
-        if GATED:
-            u = tl.load(
-                w_at + N.to(tl.int64) * K + begin, mask=within[None, :], other=0.0, eviction_policy="evict_first"
-            )
-        wait_for_inputs(PDL)
-        x = tl.load(x_at + begin, mask=present[None, :] & within[:, None], other=0.0)
-        total = dot(w, x, total, PRECISION)
-        if GATED:
-            up = dot(u, x, up, PRECISION)
-        begin += BLOCK
-    else:
-        wait_for_inputs(PDL)
+    x_at = x_ptr + tokens[None, :] * K + columns[:, None]
+    w_at = w_row[:, None] + columns[None, :]
     for start in range(begin, end, BLOCK):
         within = start + columns < K
         x = tl.load(x_at + start, mask=present[None, :] & within[:, None], other=0.0)
@@ -195,7 +181,7 @@ def row_products(
     size = weight.shape[0] // 2 if activation else weight.shape[0]
     y = x.new_empty((1, size))
     _row_kernel(
-        (triton.cdiv(size, tiling.rows),),
+        (cdiv(size, tiling.rows),),
         (x, weight, weight if bias is None else bias, y, size),
         {
             "K": weight.shape[1], "ROWS": tiling.rows, "BLOCK": tiling.columns,
@@ -211,9 +197,9 @@ def tile_products(
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] -> [T, N]; with an activation, weight [2 N, K] is gate over up -> [T, N]"""
     size = weight.shape[0] // 2 if activation else weight.shape[0]
-    tokens = len(x)
+    tokens = x.shape[0]
     y = x.new_empty((tokens, size))
-    padded, tiles = max(16, triton.next_power_of_2(tokens)), triton.cdiv(size, tiling.rows)
+    padded, tiles = max(16, power_of_2(tokens)), cdiv(size, tiling.rows)
     partial = y
     if tiling.splits > 1:
         parts = tiles * tiling.rows * padded * tiling.splits * (2 if activation else 1)
@@ -223,7 +209,7 @@ def tile_products(
         (x, weight, weight if bias is None else bias, y, partial, _counters(x.device), tokens, size),
         {
             "K": weight.shape[1], "TOKENS": padded, "ROWS": tiling.rows, "BLOCK": tiling.columns,
-            "SPLITS": tiling.splits, "EARLY": tiling.early, "HAS_BIAS": bias is not None, "GATED": bool(activation),
+            "SPLITS": tiling.splits, "HAS_BIAS": bias is not None, "GATED": bool(activation),
             "ACT": activation, "PRECISION": precision(x),
         },
         warps=tiling.warps,
@@ -231,6 +217,9 @@ def tile_products(
     )  # fmt: skip
     return y
 
+
+MOST_TOKENS = 128
+"""Up to which some product is faster here than by cuBLAS."""
 
 PROGRAMS = 160
 """Programs that a product of several tokens should come to, so that every multiprocessor has one and few have two."""
@@ -244,15 +233,15 @@ def choose(tokens: int, rows: int, columns: int, itemsize: int, gated: bool) -> 
     """
     if tokens == 1:
         most = 4096 if gated else 2048
-        block = max(16, min(most, triton.next_power_of_2(columns)) * 2 // itemsize)
+        block = max(16, min(most, power_of_2(columns)) * 2 // itemsize)
         return Tiling(rows=2 if not gated and max(rows, columns) > 8192 else 1, columns=block, warps=8 if gated else 4)
-    if tokens > (128 if gated else 64) or itemsize > 2:
+    if tokens > (MOST_TOKENS if gated else 64) or itemsize > 2:
         return None
     if tokens > 64:
         return Tiling(128, 64, 8, 4)
-    tiles = triton.cdiv(rows, 64)
-    splits = 1 << max(0, round(math.log2(PROGRAMS / tiles)))
-    splits = min(splits, max(1, triton.next_power_of_2(columns) // 1024))
+    tiles = cdiv(rows, 64)
+    splits = 1 << max(0, int(math.log2(PROGRAMS / tiles)))
+    splits = min(splits, max(1, power_of_2(columns) // 1024))
     if tokens > 32:
         return Tiling(64, 128, 4, 4 if gated or splits == 1 else 6, splits)
     return Tiling(64, 128, 4, 4 if gated else 6, splits)
@@ -262,13 +251,11 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = ""
 ) -> torch.Tensor:
     """x W^T + b [T, N], by the kernel that is fastest for this size; with an activation act(gate) * up [T, N/2]."""
-    rows = weight.shape[0] // 2 if activation else weight.shape[0]
-    tiling = None
-    if len(x) == 1 or (len(x) and takes_large_tiles(x.device)):
-        tiling = choose(len(x), rows, weight.shape[1], x.element_size(), bool(activation))
-    aligned = weight.shape[1] % 8 == 0 and weight.is_contiguous()
-    if tiling is None or not (aligned or INTERPRETED):
+    tokens, (rows, columns), tiling = x.shape[0], weight.shape, None
+    if tokens == 1 or (0 < tokens <= MOST_TOKENS and takes_large_tiles(x.device)):
+        tiling = choose(tokens, rows // 2 if activation else rows, columns, x.element_size(), bool(activation))
+    if tiling is None or not ((columns % 8 == 0 and weight.is_contiguous()) or INTERPRETED):
         y = F.linear(x, weight, bias)
         return gated_activation(y, activation) if activation else y
-    products = row_products if len(x) == 1 else tile_products
+    products = row_products if tokens == 1 else tile_products
     return products(x.contiguous(), weight, bias, tiling, activation)

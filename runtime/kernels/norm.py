@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel, start_dependents, start_dependents_late, wait_for_inputs
+from .launch import Kernel, power_of_2, start_dependents, start_dependents_late, wait_for_inputs
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def add_rms_norm(
     total = x if residual is None else torch.empty_like(x)
     size = x.shape[-1]
     if x.numel():
-        block = triton.next_power_of_2(size)
+        block = power_of_2(size)
         second = x if residual is None else residual.contiguous()
         _kernel(
             (x.numel() // size,),

@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 
 from .decode_attention import Softmax, scores_to_exponents
-from .launch import Kernel, dot, index_type, precision, start_dependents, takes_large_tiles, wait_for_inputs
+from .launch import (
+    Kernel,
+    cdiv,
+    dot,
+    index_type,
+    power_of_2,
+    precision,
+    start_dependents,
+    takes_large_tiles,
+    wait_for_inputs,
+)
 
 
 @triton.jit
@@ -140,11 +150,11 @@ def prefill_attention(
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
     q = q.contiguous()
-    heads, wide = q.shape[1], triton.next_power_of_2(dim)
+    heads, wide = q.shape[1], power_of_2(dim)
     out = torch.empty_like(q)
     queries, block, warps, stages = tiling or choose_tiling(wide, q.element_size(), takes_large_tiles(q.device))
     _kernel(
-        (triton.cdiv(longest, queries), heads, len(rows)),
+        (cdiv(longest, queries), heads, rows.shape[0]),
         (
             q, k_cache, v_cache, table, starts, rows, kv_lens, out, q if softmax.sinks is None else softmax.sinks,
             table.stride(0), softmax.scale, softmax.cap, softmax.window,

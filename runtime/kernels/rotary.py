@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel, start_dependents, wait_for_inputs
+from .launch import Kernel, power_of_2, start_dependents, wait_for_inputs
 from .norm import rms_scale
 
 
@@ -126,7 +126,7 @@ def rotate_and_write(
     """
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
-    tokens, groups = len(qkv), (qkv.shape[1] // dim - 2 * kv) // kv
+    tokens, groups = qkv.shape[0], (qkv.shape[1] // dim - 2 * kv) // kv
     q = qkv.new_empty((tokens, kv * groups, dim))
     if tokens:
         _kernel(
@@ -136,8 +136,8 @@ def rotate_and_write(
                 *norm_arguments(norms, rotation.cos_sin), qkv.stride(0), table.stride(0),
             ),
             {
-                "KV": kv, "G": groups, "G_PAD": triton.next_power_of_2(groups), "D": dim,
-                "D_PAD": triton.next_power_of_2(dim), "SIZE": size, "ROT": rotation.cos_sin.shape[1],
+                "KV": kv, "G": groups, "G_PAD": power_of_2(groups), "D": dim,
+                "D_PAD": power_of_2(dim), "SIZE": size, "ROT": rotation.cos_sin.shape[1],
                 "INTERLEAVED": rotation.interleaved, "BY_TOKEN": rotation.by_token, **norm_flags(norms),
             },
             warps=1,

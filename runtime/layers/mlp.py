@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels import use_kernels
-from ..parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ..parallel.linear import ColumnParallelLinear, RowParallelLinear, linear_kernel
 from .activation import ACTIVATIONS
 
 
@@ -18,8 +18,6 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
         if use_kernels(x):
-            from ..kernels.linear import linear
-
-            return self.down(linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))
+            return self.down(linear_kernel()(x, self.gate_up.weight, self.gate_up.bias, self.activation))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(ACTIVATIONS[self.activation](gate) * up)

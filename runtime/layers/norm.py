@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
 
 from ..kernels import use_kernels
+
+
+@cache
+def _kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The kernel, which is imported only where kernels run: once, since an import statement takes microseconds."""
+    from ..kernels.norm import add_rms_norm
+
+    return add_rms_norm
 
 
 class Summing(Protocol):
@@ -70,9 +80,7 @@ class RMSNorm:
             variant = (self.one_plus, self.cast_first)
             return self.sums.all_reduce_add_rms_norm(x, residual, self.weight, self.eps, *variant)
         if use_kernels(x):
-            from ..kernels.norm import add_rms_norm
-
             variant = {"one_plus": self.one_plus, "cast_first": self.cast_first}
-            return add_rms_norm(x, residual, self.weight, self.eps, **variant)
+            return _kernel()(x, residual, self.weight, self.eps, **variant)
         total = x if residual is None else x + residual
         return self(total), total

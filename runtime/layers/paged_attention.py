@@ -56,7 +56,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         """The sequences of one token, which come first in a step."""
         keys, values, group = batch.cache.layer(self.index)
-        paged, count = batch.paged, len(q)
+        paged, count = batch.paged, q.shape[0]
         at = (paged.rows[:count], paged.positions[:count], paged.counters)
         return decode_attention(q, (keys, values), paged.tables[group], *at, self.softmax, rotation, norms)
 

@@ -5,6 +5,9 @@ Shapes: T tokens, H hidden, V vocabulary, L tokens whose logits are wanted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -15,12 +18,18 @@ from .collectives import copy_to_ranks, sum_over_ranks, tracks_gradients
 from .sequence import gather_parts
 
 
+@cache
+def linear_kernel() -> Callable[..., torch.Tensor]:
+    """runtime/kernels/linear.py's `linear`, imported only where kernels run: once, since that takes microseconds."""
+    from ..kernels.linear import linear
+
+    return linear
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b, [T, in] -> [T, out], by what is fastest where x is"""
     if use_kernels(x) and not tracks_gradients(x, weight):
-        from ..kernels.linear import linear
-
-        return linear(x, weight, bias)
+        return linear_kernel()(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
