@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import time
@@ -149,6 +150,9 @@ class ModelHost:
         client = EngineClient(ranks, self.metrics, max_num_seqs=options.max_num_seqs, max_queue=options.max_queue)
         self.model.ready, self._start_seconds = started.ready, started.seconds
         self._client, self._failure, self._is_restarting = client, None, False
+        # What start-up made stays: looking through it for garbage would hold all streams up now and then.
+        gc.collect()
+        gc.freeze()
         tokens = started.ready[0].kv_cache_tokens
         log.info("%d rank(s) ready in %.1f s, KV cache for %d tokens", len(started.ready), started.seconds, tokens)
         return client
