@@ -20,7 +20,7 @@ LAYER = 2
 
 
 def fail(fault: str) -> None:
-    """Do what `fault` says. 'hang' comes back after ten minutes, so that no test can leave it behind for ever."""
+    """Do what `fault` says; 'device' needs a GPU. 'hang' comes back after ten minutes: no test can leave it for ever."""
     if fault == "raise":
         raise ValueError("wrong on purpose")
     if fault == "exit":
@@ -28,9 +28,18 @@ def fail(fault: str) -> None:
         os._exit(3)
     if fault == "hang":
         time.sleep(600)
+    if fault == "device":
+        break_device()
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}.get(fault)
     if number is not None:
         os.kill(os.getpid(), number)
+
+
+def break_device() -> None:
+    """Let a kernel on the GPU read what is not there: nothing more can be done there in this process."""
+    import torch
+
+    torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.int64, device="cuda")]
 
 
 def at_stage(stage: str, fault: str) -> None:
