@@ -68,7 +68,7 @@ def measure(worker: RankWorker, batch: int, temperature: float) -> str:
 def main() -> None:
     config = sys.argv[1] if len(sys.argv) > 1 else str(CONFIG)
     options = RankOptions(
-        config, 1, "cuda", [0], max_model_len=1024, max_num_seqs=128, max_batch_tokens=8192, dummy_weights=True
+        config, 1, "cuda", [0], max_model_len=1024, max_num_seqs=128, max_batch_tokens=8192, dummy_dtype="bfloat16"
     )
     worker = RankWorker(NoLink(options))  # type: ignore[arg-type]
     worker.place = Place(torch.device("cuda", 0), SingleRank())

@@ -18,6 +18,7 @@ from .launching import (
     DeviceOption,
     DevicesOption,
     DtypeOption,
+    DummyWeightsOption,
     EnforceEagerOption,
     JsonOption,
     KvCacheMemoryOption,
@@ -84,6 +85,7 @@ def generate(
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
     verify_on_load: VerifyOption = False,
+    dummy_weights: DummyWeightsOption = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -129,12 +131,12 @@ def generate(
     if prompts is None:
         _refuse_for_one(output, unordered, max_num_seqs, logprobs if not as_json else None)
         text = source.read()
-        shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
+        shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load, dummy_weights)
         GenerateOne(shard_set, source, text, given, stop or []).run(launch, as_json=as_json)
         return
     source.refuse_beside_prompts()
     files = batch_files(prompts, output)
-    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
+    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load, dummy_weights)
     defaults = {**given, **({"stop": stop} if stop else {})}
     run_batch(shard_set, files, defaults, launch, ordered=not unordered, max_num_seqs=max_num_seqs, as_json=as_json)
 

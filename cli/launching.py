@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,6 +74,9 @@ EnforceEagerOption = Annotated[
 VerifyOption = Annotated[
     bool, typer.Option("--verify-on-load", help="Hash all weights before anything is started, as mgtp verify does.")
 ]
+DummyWeightsOption = Annotated[
+    bool, typer.Option("--dummy-weights", help="The model is a config.json or its folder; weights are random.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
@@ -111,16 +114,34 @@ def _kv_cache_bytes(text: str | None) -> int | None:
 
 
 def open_set(
-    model: str, tp_size: int | None, dtype: str | None = None, revision: str | None = None, verify: bool = False
+    model: str,
+    tp_size: int | None,
+    dtype: str | None = None,
+    revision: str | None = None,
+    verify: bool = False,
+    dummy: bool = False,
 ) -> ShardSet:
     """The shard set to run, checked strictly: `model` itself, or the cached set of the checkpoint that it is.
 
-    A --tp-size or --dtype other than the set's own is refused. With `verify`, the weights' hashes are checked too.
+    A --tp-size or --dtype other than the set's own is refused. With `verify`, the weights' hashes are checked too. With
+    `dummy`, the set that sharding would give for the config.json that `model` is, on one rank unless told otherwise.
     """
+    if dummy:
+        return _dummy_set(model, tp_size or 1, dtype or "auto", {"--revision": revision, "--verify-on-load": verify})
     shard_set = _find_set(model, tp_size, dtype, revision)
     if verify:
         _verify(shard_set)
     return shard_set
+
+
+def _dummy_set(model: str, tp_size: int, dtype: str, others: Mapping[str, Any]) -> ShardSet:
+    """A set of random weights; raises UsageError for an option that is about real ones."""
+    from ..runtime.dummy import dummy_shard_set
+
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise UsageError(f"{given[0]} does not go with --dummy-weights", "leave one of the two out")
+    return dummy_shard_set(Path(model), tp_size, dtype)
 
 
 def _verify(shard_set: ShardSet) -> None:
@@ -187,8 +208,10 @@ def _from_cache(model: str, tp_size: int | None, dtype: str | None, revision: st
 @contextmanager
 def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGroup]:
     """Ranks of `shard_set`, started with progress on stderr, and gone when the block ends."""
+    from ..runtime.launch.room import check_gpus
     from ..runtime.launch.start import start_ranks
 
+    check_gpus(shard_set, options)
     with show_stages(shard_set.plan.tp_size * options.cp_size) as on_stage:
         started = start_ranks(shard_set, options, on_stage)
     with started.group:

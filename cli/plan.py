@@ -9,7 +9,7 @@ import typer
 
 from ..shardplan.errors import UsageError
 from .app import app
-from .launching import CpSizeOption, JsonOption, MaxModelLenOption, RevisionOption
+from .launching import CpSizeOption, DummyWeightsOption, JsonOption, MaxModelLenOption, RevisionOption
 from .options import positive
 from .shard import ModelArgument, SharesOption
 
@@ -37,6 +37,7 @@ def plan(
     ] = None,
     max_model_len: MaxModelLenOption = None,
     revision: RevisionOption = None,
+    dummy_weights: DummyWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what each rank would get, from headers alone: nothing is written, a hub model's weights are not downloaded.
@@ -53,7 +54,7 @@ def plan(
     from ..shardplan.quantities import parse_sizes
     from .console import print_json
 
-    found, config, is_shard_set = _plan(model, tp_size, dtype, shares, revision)
+    found, config, is_shard_set = _plan(model, tp_size, dtype, shares, revision, dummy_weights)
     report = report_plan(model, found, config, is_shard_set=is_shard_set, cp_size=cp_size)
     sizes = (
         parse_sizes(device_memory, "--device-memory")
@@ -73,7 +74,7 @@ def plan(
 
 
 def _plan(
-    model: str, tp_size: int | None, dtype: str, shares: str | None, revision: str | None
+    model: str, tp_size: int | None, dtype: str, shares: str | None, revision: str | None, dummy: bool
 ) -> tuple[ShardPlan, ModelConfig, bool]:
     """The plan, the model it is for, and whether it is that of an existing shard set."""
     import os
@@ -84,9 +85,10 @@ def _plan(
     from ..shardplan.quantities import parse_shares
     from ..shardplan.shard_set import ShardSet
     from ..shardplan.sources import open_source
+    from ..shardplan.sources.config_only import open_config
 
     path = Path(os.path.expanduser(model))
-    if (path / PLAN_FILE).exists():
+    if not dummy and (path / PLAN_FILE).exists():
         shard_set = ShardSet.open(path)
         held = shard_set.plan
         if tp_size in (None, held.tp_size) and dtype in ("auto", held.dtype) and shares is None:
@@ -96,7 +98,7 @@ def _plan(
     if tp_size is None:
         raise UsageError(f"{model} is not a shard set: --tp-size is missing", "say how many ranks: --tp-size N")
     weights = parse_shares(shares, tp_size) if shares is not None else []
-    source = open_source(model, revision=revision, headers_only=True)
+    source = open_config(path, dtype) if dummy else open_source(model, revision=revision, headers_only=True)
     made = make_plan(source, tp_size, dtype, weights)
     return made, effective_model(match(source).model, made), False
 

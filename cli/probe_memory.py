@@ -13,6 +13,7 @@ from .launching import (
     DeviceOption,
     DevicesOption,
     DtypeOption,
+    DummyWeightsOption,
     JsonOption,
     MaxModelLenOption,
     RevisionOption,
@@ -38,6 +39,7 @@ def probe_memory(
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
     verify_on_load: VerifyOption = False,
+    dummy_weights: DummyWeightsOption = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -54,7 +56,7 @@ def probe_memory(
     from ..runtime.launch.probe import probe
     from .console import print_json
 
-    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
+    shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load, dummy_weights)
     options = launch_options(
         ctx,
         cp_size=cp_size,

@@ -19,6 +19,7 @@ from .launching import (
     DeviceOption,
     DevicesOption,
     DtypeOption,
+    DummyWeightsOption,
     EnforceEagerOption,
     KvCacheMemoryOption,
     MaxModelLenOption,
@@ -95,6 +96,7 @@ def serve(
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
     verify_on_load: VerifyOption = False,
+    dummy_weights: DummyWeightsOption = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -162,6 +164,7 @@ def serve(
     others = _named_folders(model or (), name)
     if nnodes > 1 or node_rank is not None or rendezvous is not None:
         one_node_only = {"cp_size": cp_size > 1, "model": model, "admin": admin, "dtype": dtype, "revision": revision}
+        one_node_only |= {"dummy_weights": dummy_weights}
         refuse_for_nodes(restart=limit > 0, verify=verify_on_load, **one_node_only)
         shard_set, cluster = open_node_set(directory, tp_size, nnodes, node_rank, rendezvous)
         launch = replace(launch, cluster=cluster)
@@ -171,7 +174,7 @@ def serve(
         sock = bind(host, port)
     else:
         sock = bind(host, port)
-        shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load)
+        shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load, dummy_weights)
     check_sizes(shard_set, launch)
     sets = {other: open_set(folder, None, verify=verify_on_load) for other, folder in others.items()}
     _run({name: shard_set, **sets}, launch, options, sock)

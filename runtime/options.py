@@ -11,8 +11,8 @@ class RankOptions(msgspec.Struct, frozen=True):
     """Options of a run on tp_size * cp_size ranks, tp varying fastest.
 
     `devices` are indices of visible GPUs, one a rank (empty on the CPU). `collective` is as on the command line.
-    `enforce_eager` launches every kernel of a step by itself instead of replaying a graph. With `dummy_weights`,
-    `shard_set` is a config.json or its folder, and the weights are random.
+    `enforce_eager` launches every kernel of a step by itself instead of replaying a graph. With `dummy_dtype`,
+    `shard_set` is a config.json or its folder, and the weights are random, of that dtype.
 
     On several nodes, `steps` is where followers get their steps and `rendezvous` where torch.distributed meets; empty:
     in the run's folder. `fingerprint` is the shard set's.
@@ -40,7 +40,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     steps: str = ""
     rendezvous: str = ""
     enforce_eager: bool = False
-    dummy_weights: bool = False
+    dummy_dtype: str = ""
 
     @property
     def num_ranks(self) -> int:

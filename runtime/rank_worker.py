@@ -64,9 +64,9 @@ class RankWorker:
         self.link, self.options, self.rank = link, link.options, link.rank
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         path, tp_size = Path(self.options.shard_set), self.options.tp_size
-        dummy = self.options.dummy_weights
+        dummy = self.options.dummy_dtype
         self.tp_rank = self.rank % tp_size  # ranks with the same one hold the same weights
-        self.shard_set = dummy_shard_set(path, tp_size) if dummy else ShardSet.open(path, ranks=[self.tp_rank])
+        self.shard_set = dummy_shard_set(path, tp_size, dummy) if dummy else ShardSet.open(path, ranks=[self.tp_rank])
         self.plan = self.shard_set.plan
         self.file = self.shard_set.rank_path(self.tp_rank)
 
@@ -121,12 +121,12 @@ class RankWorker:
     def load(self) -> None:
         """Map the rank's file (CPU) or copy it to the device as one block, and build the model on it."""
         device, rank_plan = self.place.device, self.plan.ranks[self.tp_rank]
-        if device.type == "cuda" and not self.options.dummy_weights:
+        if device.type == "cuda" and self.shard_set.has_weights:
             # What streams, copies and pinned memory take of the device is the context's own, not the weights'.
             read_to_device(self.file, rank_plan, device, limit=CONTEXT_SAMPLE_BYTES)
             torch.cuda.empty_cache()
         self.before_load = memory.take_snapshot(device)
-        if self.options.dummy_weights:
+        if not self.shard_set.has_weights:
             self.block = random_block(rank_plan, device)
         elif device.type == "cpu":
             self.block = map_file(self.file, rank_plan)
@@ -138,10 +138,13 @@ class RankWorker:
     @property
     def loaded_bytes(self) -> int:
         """Bytes of weights that this rank holds now: what loading took, and on the CPU what is resident of the file."""
-        mapped = (
-            0 if self.place.device.type == "cuda" or self.options.dummy_weights else memory.resident_bytes(self.file)
-        )
-        return self.load_growth + mapped
+        return self.load_growth + self.mapped_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What is resident of the file, where it is used in place."""
+        in_place = self.place.device.type == "cpu" and self.shard_set.has_weights
+        return memory.resident_bytes(self.file) if in_place else 0
 
     def allocate(self) -> None:
         """Size the KV cache to the rank with the least room, and make it."""
@@ -311,7 +314,7 @@ class RankWorker:
             memory.touch(self.block)
         self.warm_up()
         now = memory.take_snapshot(self.place.device)
-        mapped = memory.resident_bytes(self.file) if self.place.device.type == "cpu" else 0
+        mapped = self.mapped_bytes
         self.link.send(
             MemoryReport(
                 rank=self.rank,

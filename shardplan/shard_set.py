@@ -27,13 +27,17 @@ _COPY_AGAIN = "copy the file again from where the set was written, or shard the 
 
 @dataclass(frozen=True)
 class ShardSet:
-    """A folder written by `mgtp shard`. `config` is the content of config.json, `model` what it and the plan say."""
+    """A folder written by `mgtp shard`. `config` is the content of config.json, `model` what it and the plan say.
+
+    Without `has_weights`, `path` is a config.json or its folder, and ranks take random weights.
+    """
 
     path: Path
     plan: ShardPlan
     config: Mapping[str, Any]
     model: ModelConfig
     files: Mapping[str, bytes]
+    has_weights: bool = True
 
     @classmethod
     def open(cls, path: Path, *, tp_size: int | None = None, ranks: Iterable[int] | None = None) -> ShardSet:

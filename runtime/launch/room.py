@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 
 from ...shardplan.dtypes import itemsize
 from ...shardplan.errors import DeviceError
-from ...shardplan.fit import BLOCK_TOKENS, CACHE_FRACTION, COLLECTIVE_BYTES, CONTEXT_BYTES, cache_needs, workspace_bytes
+from ...shardplan.fit import (
+    BLOCK_TOKENS,
+    CACHE_FRACTION,
+    COLLECTIVE_BYTES,
+    CONTEXT_BYTES,
+    cache_needs,
+    smallest_tp_size,
+    workspace_bytes,
+)
 from ...shardplan.shard_set import ShardSet
 from .device_memory import HOST, free_bytes
 from .devices import place_ranks
@@ -43,6 +51,7 @@ def share_out(sets: Mapping[str, ShardSet], launch: LaunchOptions) -> list[Launc
         taken = [index for each in launches for index in each.devices or ()]
         launches.append(launch_for(shard_set, launch, taken))
     if len(launches) == 1:
+        check_gpus(next(iter(sets.values())), launch)
         return launches
     needed = [needs(shard_set, each) for shard_set, each in zip(sets.values(), launches, strict=True)]
     everyone, free = [r for ranks in needed for r in ranks], free_bytes(launch.device)
@@ -93,6 +102,28 @@ def needs(shard_set: ShardSet, launch: LaunchOptions) -> list[RankNeeds]:
         caches = (cache.total(1, least), cache.total(launch.max_num_seqs, length)) if given is None else (given, given)
         found.append(RankNeeds(rank, launch.devices[rank] if launch.devices else HOST, fixed, *caches))
     return found
+
+
+def check_gpus(shard_set: ShardSet, launch: LaunchOptions) -> None:
+    """Raise DeviceError when the GPUs have too little memory free for a set that is to be started alone."""
+    launch = launch_for(shard_set, launch, ())
+    if not launch.devices or launch.cluster is not None:
+        return
+    free = free_bytes(launch.device)
+    try:
+        check_room(str(shard_set.path), needs(shard_set, launch), free, "")
+    except DeviceError as error:
+        least = min(free[index] for index in launch.devices)
+        raise DeviceError(error.message, _way_out(shard_set, launch, least)) from None
+
+
+def _way_out(shard_set: ShardSet, launch: LaunchOptions, least: int) -> str:
+    """What to do where the smallest GPU has `least` bytes free, too little."""
+    plan = shard_set.plan
+    better = smallest_tp_size(shard_set.model, itemsize(plan.dtype), least, launch.max_model_len, launch.cp_size)
+    if better is not None and better > plan.tp_size:
+        return f"use --tp-size {better}"
+    return "use GPUs with more memory, or end what else runs on them"
 
 
 def check_room(label: str, ranks: Sequence[RankNeeds], free: Mapping[int, int], hint: str) -> None:

@@ -46,7 +46,6 @@ class LaunchOptions:
     block_size: int = DEFAULT_BLOCK_SIZE
     max_batch_tokens: int = 2048
     enforce_eager: bool = False
-    dummy_weights: bool = False
     kv_cache_bytes: int | None = None
     step_timeout: float | None = None
     log_level: str = "info"
@@ -116,7 +115,7 @@ def spawn_ranks(shard_set: ShardSet, options: LaunchOptions) -> RankGroup:
         block_size=options.block_size,
         max_batch_tokens=options.max_batch_tokens,
         enforce_eager=options.enforce_eager,
-        dummy_weights=options.dummy_weights,
+        dummy_dtype="" if shard_set.has_weights else shard_set.plan.dtype,
         kv_cache_bytes=options.kv_cache_bytes,
         step_timeout=step_timeout,
         collective_timeout=max(step_timeout, *start_limits(shard_set, cluster).values()) + COLLECTIVE_MARGIN,

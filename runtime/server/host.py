@@ -218,7 +218,7 @@ class ModelHost:
 
 def _check_unchanged(shard_set: ShardSet) -> None:
     """Raise CheckpointError unless the folder still holds the set that was opened: its tokenizer is in use here."""
-    if ShardSet.open(shard_set.path).plan != shard_set.plan:
+    if shard_set.has_weights and ShardSet.open(shard_set.path).plan != shard_set.plan:
         raise CheckpointError(
             f"{shard_set.path}: not the shard set that was loaded", "put it back, or start the server anew"
         )

@@ -14,7 +14,7 @@ def read_text(path: Path) -> str | None:
     """The UTF-8 content of a file, None where there is none; raises CheckpointError when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a model may be a single file
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {one_line(error)}", "copy the file again") from None
