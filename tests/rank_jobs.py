@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,15 @@ class GroupLink:
         return box[0]
 
 
-def load_worker(ranks: Communicator | MeshRanks, shard_set: str, **options: Any) -> RankWorker:
-    """A rank that is loaded and warm."""
+def load_worker(
+    ranks: Communicator | MeshRanks, shard_set: str, devices: Sequence[int] = (), **options: Any
+) -> RankWorker:
+    """A rank that is loaded and warm: on the GPU that `devices` has for it, or on the CPU."""
     mesh = ranks if isinstance(ranks, MeshRanks) else MeshRanks(ranks, ranks, SingleRank())
-    rank_options = RankOptions(shard_set, mesh.tp.size, "cpu", [], mesh.cp.size, **options)
+    device = torch.device("cuda", devices[ranks.rank]) if devices else torch.device("cpu")
+    rank_options = RankOptions(shard_set, mesh.tp.size, device.type, list(devices), mesh.cp.size, **options)
     worker = RankWorker(GroupLink(mesh.all, rank_options))  # type: ignore[arg-type]
-    worker.place = Place(torch.device("cpu"), mesh.tp, mesh.cp)
+    worker.place = Place(device, mesh.tp, mesh.cp)
     worker.load()
     worker.allocate()
     worker.warm_up()
@@ -91,7 +95,7 @@ def run_requests(
     for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         engine.add(Request(str(i), prompt, params, []))
     outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    while engine.scheduler.has_work:
+    while engine.has_work:
         tokens, failures = engine.step()
         assert not failures, failures
         for token in tokens:

@@ -2,7 +2,8 @@
 
 Sequences that every rank computes whole: each rank attends to what it keeps, and what the ranks found is merged.
 Sequences that are shared out: each rank attends with its own queries to all keys. Those of the step's new tokens are
-gathered (they are few, a step being bounded); those of earlier ones come from the ranks that keep them.
+gathered (they are few, a step being bounded); those of earlier ones come from the ranks that keep them. On GPUs the
+prefill kernel does that, over all keys in one piece of memory, as long as they are not too many for that.
 
 Shapes: t tokens of this rank, T of the step, S sequences, q and kv heads, G = q / kv, m kept tokens, D head dimension.
 """
@@ -13,10 +14,13 @@ from collections.abc import Iterable
 from itertools import chain
 
 import torch
+import torch.nn.functional as F
 
 from ...shardplan.config import Attention as AttentionConfig
+from ..batch import upload
 from ..cache_layout import CacheGroup
 from ..context_batch import ContextBatch
+from ..kernels import use_kernels
 from ..parallel.attention import (
     NOWHERE,
     KeyPart,
@@ -28,6 +32,9 @@ from ..parallel.attention import (
     exchange,
     with_sinks,
 )
+
+KERNEL_BYTES = 1 << 30
+"""Keys and values of one sequence and layer that are brought together for the kernel; more go round the ring."""
 
 
 class ContextAttention:
@@ -45,18 +52,21 @@ class ContextAttention:
             new = batch.gather_tokens(torch.stack([k, v]), dim=1)
             batch.cache.write(self.index, new[0, batch.kept], new[1, batch.kept], batch.slots)
         heads = batch.cache.layer(self.index)[0].shape[2]
-        grouped = q.view(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [kv, G, t, D]
         outputs = []
         if batch.num_copied:
-            outputs.append(self._whole(grouped[:, :, : batch.num_copied], batch))
+            outputs.append(_ungrouped(self._whole(_grouped(q[: batch.num_copied], heads), batch)))
         begin, first_new = batch.num_copied, batch.num_copied
         for s in range(batch.num_whole, len(batch.query_lens)):
             own, every = batch.query_lens[s], batch.kv_lens[s] - batch.starts[s]
-            of_step = None if new is None else new[:, first_new : first_new + every].transpose(1, 2)
+            of_step = None if new is None else new[:, first_new : first_new + every]
             rows = slice(begin, begin + own)
-            outputs.append(self._shared(grouped[:, :, rows], s, batch.positions[rows], of_step, batch))
+            if self._suits_kernel(q, s, batch):
+                outputs.append(self._by_kernel(q[rows], s, of_step, batch))
+            else:
+                grouped, of_step = _grouped(q[rows], heads), None if of_step is None else of_step.transpose(1, 2)
+                outputs.append(_ungrouped(self._shared(grouped, s, batch.positions[rows], of_step, batch)))
             begin, first_new = begin + own, first_new + every
-        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(1)
+        return torch.cat(outputs)
 
     def _whole(self, q: torch.Tensor, batch: ContextBatch) -> torch.Tensor:
         """[kv, G, n, D] of the sequences that every rank computes -> the same."""
@@ -101,6 +111,46 @@ class ContextAttention:
         sinks = None if self.sinks is None else self.sinks.view(q.shape[:2])
         return attend(q, Visibility(positions, self.config.window), parts, self.config.scaling, sinks)
 
+    def _suits_kernel(self, q: torch.Tensor, s: int, batch: ContextBatch) -> bool:
+        """Whether the kernel can take sequence `s`: where there are kernels, and memory for all its keys at once."""
+        keys = batch.cache.layer(self.index)[0]
+        first, last = self._blocks(batch.starts[s], batch.kv_lens[s], batch)
+        return use_kernels(q) and 2 * keys[0].nbytes * batch.communicator.size * (last - first) <= KERNEL_BYTES
+
+    def _by_kernel(self, q: torch.Tensor, s: int, new: torch.Tensor | None, batch: ContextBatch) -> torch.Tensor:
+        """q [n, q, D] of this rank's tokens of sequence `s` -> [n, q*D]. `new` [2, .., kv, D] as for `_shared`.
+
+        To the kernel, the two pieces that a rank has are two sequences with the same keys, of which each ends with its
+        piece: later keys it does not look at.
+        """
+        from ..kernels.decode_attention import Softmax
+        from ..kernels.prefill_attention import prefill_attention
+
+        start, size = batch.starts[s], batch.cache.block_size
+        if new is not None and self._group(batch).first_needed(start) >= start:
+            first, blocks = start, F.pad(new, (0, 0, 0, 0, 0, -new.shape[1] % size)).unflatten(1, (-1, size))
+        else:
+            first, blocks = self._whole_cache(s, batch)
+        pieces = batch.layouts[s - batch.num_whole].pieces[batch.communicator.rank]
+        lengths = [end - begin for begin, end in pieces]
+        numbers = [0, lengths[0], len(q), *(start + end - first for _, end in pieces), 0, 0, *range(blocks.shape[1])]
+        starts, kv_lens, rows, table = upload(numbers, q.device).split([3, 2, 2, blocks.shape[1]])
+        softmax = Softmax(self.config.scaling, window=self.config.window or 0, sinks=self.sinks)
+        cache = blocks[0], blocks[1]
+        return prefill_attention(q, cache, table.unsqueeze(0), rows, starts, kv_lens, max(lengths), softmax)
+
+    def _whole_cache(self, s: int, batch: ContextBatch) -> tuple[int, torch.Tensor]:
+        """Every rank's blocks of sequence `s` that its new tokens can see, in order: [2, blocks, S, kv, D].
+
+        And the position of the first token in them.
+        """
+        first, last = self._blocks(batch.starts[s], batch.kv_lens[s], batch)
+        keys, values, group = batch.cache.layer(self.index)
+        table = batch.tables[group][s, first:last]
+        ranks = batch.communicator.all_gather(torch.stack([keys[table], values[table]]))
+        blocks = ranks.movedim(0, 2).flatten(1, 2)  # block by block, each rank's part of it in turn
+        return first * batch.cache.block_size * batch.communicator.size, blocks
+
     def _kept(self, rows: slice, start: int, stop: int, batch: ContextBatch) -> KeyPart:
         """What this rank keeps of tokens before `stop` that a query at `start` or later can see: [S, kv, m, D]."""
         keys, values, group = batch.cache.layer(self.index)
@@ -123,3 +173,13 @@ class ContextAttention:
 
     def _group(self, batch: ContextBatch) -> CacheGroup:
         return batch.cache.groups[batch.cache.layer(self.index)[2]]
+
+
+def _grouped(q: torch.Tensor, heads: int) -> torch.Tensor:
+    """[n, q, D] -> [kv, G, n, D]"""
+    return q.view(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)
+
+
+def _ungrouped(out: torch.Tensor) -> torch.Tensor:
+    """[kv, G, n, D] -> [n, q*D]"""
+    return out.permute(2, 0, 1, 3).flatten(1)

@@ -28,7 +28,10 @@ GATHER_BYTES = 64 << 20
 """Keys and values of all ranks together that are gathered at once; more go round a ring, a rank's part at a time."""
 
 KEY_CHUNK = 1024
-"""Keys that one query's scores are worked out for at a time, which bounds the memory of a long context."""
+"""Keys that are always attended to at once; more where queries are few."""
+
+CHUNK_NUMBERS = 1 << 26
+"""Scores, and numbers of keys, that are in memory at a time: so that a long context takes no more."""
 
 NOWHERE = 1 << 62
 """The position of a key that no query sees."""
@@ -111,7 +114,9 @@ def attend_to_part(q: torch.Tensor, visible: Visibility, part: KeyPart, scaling:
     grouped = (q.to(dtype) * scaling).flatten(
         -3, -2
     )  # the G heads of a kv head are further queries: no key is repeated
-    chunks = zip(*(x.split(KEY_CHUNK, dim=d) for x, d in zip(part, (-2, -2, 0), strict=True)), strict=True)
+    a_key = max(math.prod(grouped.shape[:-1]), math.prod(part.keys.shape[:-2]) * part.keys.shape[-1])
+    size = max(KEY_CHUNK, CHUNK_NUMBERS // max(1, a_key))
+    chunks = zip(*(x.split(size, dim=d) for x, d in zip(part, (-2, -2, 0), strict=True)), strict=True)
     return merge_as_they_come(_chunk(grouped, q.shape, visible.of(at), k.to(dtype), v.to(dtype)) for k, v, at in chunks)
 
 

@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
 
 import pytest
 import torch
 
-import tests.world
 from tests.cuda import collective_jobs as jobs
 from tests.processes import start
-from tests.world import World
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")]
 
@@ -26,21 +23,6 @@ PLACES = [
     pytest.param([0, 1], id="2 GPUs"),
 ]
 JOBS = (jobs.sums, jobs.fused, jobs.replays)
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    """Ranks by their number, started together: importing torch is what takes the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tests.world, "JOB_SECONDS", 60)
-        patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        patch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        patch.setenv("NCCL_NVLS_ENABLE", "0")
-        patch.setenv("NCCL_SOCKET_IFNAME", "lo")
-        made = {size: World(size) for size in (2, 4)}
-        yield made
-        for world in made.values():
-            world.close()
 
 
 @pytest.mark.parametrize("devices", PLACES)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.sampling_params import SamplingParams
-from tests.rank_jobs import run_requests
-from tests.reference import load_reference, reference_greedy
+from tests.rank_jobs import greedy, run_requests
+from tests.reference import load_reference, recipe_prompt, reference_greedy
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
@@ -20,3 +22,16 @@ def test_mixed_requests(name, recipe_checkpoint, sharded):
     found = run_requests(SingleRank(), sharded(folder, 1), prompts, params, **options)
     model = load_reference(str(folder))
     assert found == [reference_greedy(model, p, s.max_tokens) for p, s in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma4_e"])
+def test_context_ranks_prefill_by_the_kernel(name, world, recipe_checkpoint, sharded):
+    """A prompt in one piece and in several: new keys as they are, and earlier ones gathered from all ranks' caches."""
+    folder, prompt = recipe_checkpoint(name), recipe_prompt(37)
+    want = reference_greedy(load_reference(str(folder)), prompt, 3)
+    for most in (64, 10):
+        assert world.run_mesh(1, 2, _greedy_in_pieces, sharded(folder, 1), prompt, most)[0] == want, most
+
+
+def _greedy_in_pieces(ranks: Any, shard_set: str, prompt: list[int], most: int) -> list[int]:
+    return greedy(ranks, shard_set, prompt, 3, max_batch_tokens=most, block_size=4, max_model_len=64)

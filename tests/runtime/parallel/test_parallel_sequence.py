@@ -90,6 +90,7 @@ def test_keys_in_chunks(monkeypatch):
     """A long part is attended to a chunk at a time, which must not show, whatever its last chunk's size."""
     q, k, v, sinks = random(2, 3, 13, 8), random(2, 13, 8, seed=1), random(2, 13, 8, seed=2), random(2, 3, seed=3)
     monkeypatch.setattr("mgtp.runtime.parallel.attention.KEY_CHUNK", 3)
+    monkeypatch.setattr("mgtp.runtime.parallel.attention.CHUNK_NUMBERS", 0)
     at = torch.arange(13)
     ours = attend(q, Visibility(at, 6), [KeyPart(k, v, at)], 8**-0.5, sinks)
     torch.testing.assert_close(ours, reference(q, k, v, sinks, 6))
