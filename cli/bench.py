@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +15,8 @@ from .launching import (
     CpSizeOption,
     DeviceOption,
     DevicesOption,
+    DtypeOption,
+    DummyWeightsOption,
     EnforceEagerOption,
     JsonOption,
     KvCacheMemoryOption,
@@ -36,9 +37,8 @@ def bench(
     directory: ShardSetArgument,
     tp_size: TpSizeOption = None,
     cp_size: CpSizeOption = 1,
-    dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="DIR is a config.json or its folder; weights are random.")
-    ] = False,
+    dtype: DtypeOption = None,
+    dummy_weights: DummyWeightsOption = False,
     device: DeviceOption = "auto",
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
@@ -67,20 +67,15 @@ def bench(
     """Measure decode steps, prefill and an offline run through the engine that serves, beside what the device allows.
 
     JSON: device, tp_size, cp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill,
-    throughput, collectives (with --collectives: backend, batch, launches a step, ms, share of the step, operations),
-    first_token (with --cp-sizes: cp_size, requests, tokens, seconds).
+    throughput, collectives (with --collectives: backend, batch, launches a step, ms, share of the step, null when fewer
+    than 8 were timed, operations), first_token (with --cp-sizes: cp_size, requests, tokens, seconds).
     """
     from ..runtime.launch.bench import Bench, BenchOptions
     from .console import print_json
     from .launching import launch_options, open_set, running
 
     options = BenchOptions(_sizes(batches), _shapes(prefills), requests, prompt_tokens, output_tokens, collectives)
-    if dummy_weights:
-        from ..runtime.dummy import dummy_shard_set
-
-        shard_set = dummy_shard_set(Path(directory), tp_size or 1)
-    else:
-        shard_set = open_set(directory, tp_size)
+    shard_set = open_set(directory, tp_size, dtype, dummy=dummy_weights)
     if collectives and shard_set.plan.tp_size == 1:
         raise UsageError("--collectives: one rank exchanges nothing", "use a shard set of several ranks")
     others = _sizes(cp_sizes)
@@ -100,7 +95,6 @@ def bench(
         kv_cache_memory=kv_cache_memory,
         block_size=block_size,
         enforce_eager=enforce_eager,
-        dummy_weights=dummy_weights,
         step_timeout=step_timeout,
     )
     with running(shard_set, launch) as started:
@@ -165,5 +159,6 @@ def _print(report: BenchReport) -> None:
         table.add_row(name, f"{t.seconds:.2f} s", f"{t.output_tokens_per_s:.0f}", "", "")
     console.print(table)
     for c in report.collectives:
-        what = f"{c.launches} launches, {c.ms:.3f} ms, {c.share:.0%} of the step"
+        part = "too few steps to say of how much" if c.share is None else f"{c.share:.0%} of the step"
+        what = f"{c.launches} launches, {c.ms:.3f} ms, {part}"
         print(f"collectives over {c.backend}, batch {c.batch}: {what}")

@@ -23,6 +23,10 @@ from .start import StartedGroup
 log = logging.getLogger("mgtp.bench")
 
 TIMEOUT_SECONDS = 300.0
+
+FEWEST_STEPS = 8
+"""Decode steps that must be timed before something is said to be a part of one."""
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -45,10 +49,14 @@ class Ceiling(msgspec.Struct):
 
 
 class DecodeFigure(msgspec.Struct):
-    """Steps of `batch` sequences. `share_of_ceiling`: the time that reading weights and cache takes, over `step_ms`."""
+    """Steps of `batch` sequences, `timed_steps` of them.
+
+    `share_of_ceiling`: the time that reading weights and cache takes, over `step_ms`.
+    """
 
     batch: int
     context: int
+    timed_steps: int
     step_ms: float
     slowest_step_ms: float
     tokens_per_s: float
@@ -151,7 +159,7 @@ class Bench:
             decode=decode,
             prefill=prefill,
             throughput=self._throughput(options) if options.num_requests else None,
-            collectives=[measure_share(self.started, f.batch, f.step_ms) for f in decode if options.collectives],
+            collectives=[self._share(figure) for figure in decode] if options.collectives else [],
         )
 
     def _ceiling(self) -> Ceiling:
@@ -173,14 +181,23 @@ class Bench:
         steps = [b - a for a, b in pairwise(times)]
         # The second half: in the first, prompts may still be under way. A mean, since arrivals can bunch.
         later = steps[len(steps) // 2 :]
-        step = sum(later) / max(1, len(later))
+        if not later:
+            raise MgtpError(
+                f"{options.output_tokens} output token(s) of {batch} request(s): no step to time", "ask for more tokens"
+            )
+        step = sum(later) / len(later)
         context = options.prompt_tokens + options.output_tokens // 2
         size = step_bytes(self.model, self.plan, batch, context, self.cp_size)
         floor = size / ceiling.copy_bytes_per_s
         log.info("decode, batch %d: %.3f ms a step, %.0f %% of the ceiling", batch, step * 1e3, 100 * floor / step)
         return DecodeFigure(
-            batch, context, step * 1e3, max(later, default=0.0) * 1e3, batch / step, size, floor * 1e3, floor / step
-        )  # fmt: skip
+            batch, context, len(later), step * 1e3, max(later) * 1e3, batch / step, size, floor * 1e3, floor / step
+        )
+
+    def _share(self, figure: DecodeFigure) -> CollectiveShare:
+        """What collectives take of a step; of too few steps the mean says little, arrivals being bunched."""
+        step_ms = figure.step_ms if figure.timed_steps >= FEWEST_STEPS else None
+        return measure_share(self.started, figure.batch, step_ms)
 
     def _prefill(self, requests: int, tokens: int, ceiling: Ceiling) -> PrefillFigure:
         seconds = self._first_token_seconds(requests, tokens)

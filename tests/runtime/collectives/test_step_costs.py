@@ -46,3 +46,4 @@ def test_the_slowest_rank_counts():
     found = share("nccl", 1, 2.0, [of_rank(1e-4), of_rank(2e-4)])
     assert (found.launches, found.operations) == (7, {"all_reduce": 6, "broadcast": 1})
     assert found.ms == pytest.approx(4 * 0.2 + 2 * 0.01 + 0.02) and found.share == pytest.approx(found.ms / 2)
+    assert share("nccl", 1, None, [of_rank(1e-4)]).share is None
