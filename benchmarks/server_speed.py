@@ -98,7 +98,6 @@ def launch_options(arguments: argparse.Namespace) -> LaunchOptions:
     """The same for both."""
     return LaunchOptions(
         device=arguments.device,
-        dummy_weights=arguments.dummy_weights or arguments.front_only,
         max_model_len=arguments.prompt_tokens + arguments.output_tokens,
         max_num_seqs=arguments.requests,
         max_batch_tokens=arguments.max_batch_tokens,

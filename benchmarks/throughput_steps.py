@@ -35,7 +35,14 @@ def main() -> None:
     numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
     requests, seqs, tokens = (numbers + [512, 512, 8192][len(numbers) :])[:3]
     options = RankOptions(
-        str(CONFIG), 1, "cuda", [0], max_model_len=1024, max_num_seqs=seqs, max_batch_tokens=tokens, dummy_weights=True
+        str(CONFIG),
+        1,
+        "cuda",
+        [0],
+        max_model_len=1024,
+        max_num_seqs=seqs,
+        max_batch_tokens=tokens,
+        dummy_dtype="bfloat16",
     )
     worker = RankWorker(NoLink(options))  # type: ignore[arg-type]
     worker.place = Place(torch.device("cuda", 0), SingleRank())

@@ -40,10 +40,9 @@ class GroupLink:
         return box[0]
 
 
-def load_worker(
-    ranks: Communicator | MeshRanks, shard_set: str, devices: Sequence[int] = (), **options: Any
-) -> RankWorker:
-    """A rank that is loaded and warm: on the GPU that `devices` has for it, or on the CPU."""
+def load_worker(ranks: Communicator | MeshRanks, shard_set: str, **options: Any) -> RankWorker:
+    """A rank that is loaded and warm: on the GPU that the option `devices` has for it, or on the CPU."""
+    devices: Sequence[int] = options.pop("devices", ())
     mesh = ranks if isinstance(ranks, MeshRanks) else MeshRanks(ranks, ranks, SingleRank())
     device = torch.device("cuda", devices[ranks.rank]) if devices else torch.device("cpu")
     rank_options = RankOptions(shard_set, mesh.tp.size, device.type, list(devices), mesh.cp.size, **options)

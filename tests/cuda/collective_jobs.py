@@ -61,7 +61,8 @@ def sums(world: Communicator, devices: list[int]) -> None:
                 assert c.method(tensors[c.rank]) == "one-shot"
                 found = c.all_reduce(tensors[c.rank].clone())
                 assert torch.equal(found, float32_sum(tensors).to(dtype)), (shape, dtype)
-                assert torch.equal(c.fallback.all_reduce(tensors[c.rank].clone()), found) or c.size > 2
+                roundings = 1 if c.fallback.backend == "host" else c.size
+                close(c.fallback.all_reduce(tensors[c.rank].clone()), float32_sum(tensors), roundings)
         for shape, dtype, method in (
             ((1024, HIDDEN), torch.bfloat16, "two-shot"),
             ((8192, HIDDEN), torch.bfloat16, "fallback"),

@@ -45,7 +45,7 @@ def long_prompt(world: Communicator, devices: list[int], config: str, length: in
     mesh = create_mesh(sizes, device, allow_shared_device=True) if len(devices) > 1 else None
     ranks = MeshRanks(world, mesh.tp, mesh.cp) if mesh is not None else SingleRank()
     options = {"max_num_seqs": 1, "max_model_len": length, "max_batch_tokens": length, "kv_cache_bytes": 1 << 30}
-    worker = load_worker(ranks, config, devices, dummy_dtype="bfloat16", **options)
+    worker = load_worker(ranks, config, devices=devices, dummy_dtype="bfloat16", **options)
     prompt = [i % 500 + 3 for i in range(length)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
