@@ -206,7 +206,8 @@ class RankWorker:
 
     def scratch_step(self, batch: int, tokens: int = 1) -> Step:
         """`tokens` of `batch` sequences in the slot behind those of all others, some of which may be running."""
-        tables = [[SCRATCH_BLOCK] for _ in cache_groups(self.shard_set.model)]
+        blocks = [SCRATCH_BLOCK] * -(-tokens // self.demand.block_span)
+        tables = [blocks for _ in cache_groups(self.shard_set.model)]
         return Step([SequenceStep(self.options.max_num_seqs, 0, [0] * tokens, tokens, True, tables)] * batch)
 
     def largest_step(self) -> Step:

@@ -27,13 +27,19 @@ def reference_logits(model: Any, prompt: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
 
 
+def _one_more(model: Any, token: int, before: Any) -> Any:
+    """What `model` makes of one more token; older releases of transformers name its cache otherwise."""
+    name = "cache" if "cache" in before else "past_key_values"
+    return model(input_ids=torch.tensor([[token]]), use_cache=True, **{name: before[name]})
+
+
 @torch.no_grad()
 def reference_cached_logits(model: Any, prompt: list[int], first: int) -> torch.Tensor:
     """[T - first + 1, V] after `first` tokens at once, then token by token."""
     out = model(input_ids=torch.tensor([prompt[:first]]), use_cache=True)
     rows = [out.logits[0, -1:]]
     for token in prompt[first:]:
-        out = model(input_ids=torch.tensor([[token]]), cache=out.cache, use_cache=True)
+        out = _one_more(model, token, out)
         rows.append(out.logits[0])
     return torch.cat(rows)
 
@@ -45,7 +51,7 @@ def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     ids = []
     for _ in range(count):
         ids.append(int(out.logits[0, -1].argmax()))
-        out = model(input_ids=torch.tensor([[ids[-1]]]), cache=out.cache, use_cache=True)
+        out = _one_more(model, ids[-1], out)
     return ids
 
 
