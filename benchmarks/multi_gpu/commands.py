@@ -239,22 +239,26 @@ def end_and_watch(started: Started, pid: int, number: signal.Signals, before: Se
     A card counts as given back when no more is in use than `before`, less a little for the driver.
     """
     begin = time.monotonic()
+
+    def seconds_until(check: Callable[[], bool]) -> float | None:
+        while time.monotonic() - begin < 15:
+            if check():
+                return round(time.monotonic() - begin, 2)
+            time.sleep(0.01)
+        return None
+
+    def are_gone() -> bool:
+        return started.process.poll() is not None and not started.pids()
+
+    def is_given_back() -> bool:
+        return all(now["used_mib"] <= was + 32 for now, was in zip(cards(), before, strict=True))
+
     os.kill(pid, number)
-    gone = given_back = None
-    while time.monotonic() - begin < 15 and (gone is None or given_back is None):
-        if gone is None:
-            started.process.poll()  # so that a front that has ended is no zombie
-            if not started.pids():
-                gone = round(time.monotonic() - begin, 2)
-        used = [card["used_mib"] for card in cards()]
-        if given_back is None and all(now <= was + 32 for now, was in zip(used, before, strict=True)):
-            given_back = round(time.monotonic() - begin, 2)
-        time.sleep(0.02)
-    code = started.process.poll()
+    gone, given_back = seconds_until(are_gone), seconds_until(is_given_back)
     return {
-        "signal": number.name, "to_rank": pid != started.process.pid, "exit_code": code, "processes_gone_s": gone,
-        "memory_back_s": given_back, "used_mib_before": list(before), "used_mib_after": [c["used_mib"] for c in cards()],
-        "stderr": started.log()[-4:],
+        "signal": number.name, "to_rank": pid != started.process.pid, "exit_code": started.process.poll(),
+        "processes_gone_s": gone, "memory_back_s": given_back, "used_mib_before": list(before),
+        "used_mib_after": [c["used_mib"] for c in cards()], "stderr": started.log()[-4:],
     }  # fmt: skip
 
 

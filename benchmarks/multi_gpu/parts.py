@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -22,6 +23,9 @@ GOALS = {2: 1.75, 4: 2.8, 8: 3.8}
 """How much faster than one rank a decode step of batch 1 of the 8B is to be."""
 
 GONE_SECONDS = 5.0
+
+TIE = 1e-3
+"""Difference of two log-probabilities that float32 sums in another order may turn round in a model of random weights."""
 
 
 @dataclass
@@ -150,12 +154,12 @@ def ids(part: Part) -> None:
         layouts[f"tp {n} {backend}"] = part.ranks(n, 1, backend)
     layouts[f"tp {n} {part.backends[0]}, without graphs"] = [*part.ranks(n, 1, part.backends[0]), "--enforce-eager"]
     layouts[f"tp 1, cp {n}"] = part.ranks(1, n)
-    many = _prompts(c.work / "many.jsonl", s.streams, 200, vocab=500, max_tokens=48)
-    few = _prompts(c.work / "few.jsonl", 4, 300, vocab=500, max_tokens=16)
+    many = _prompts(c.work / "many.jsonl", s.streams, 200, max_tokens=48, logprobs=2)
+    few = _prompts(c.work / "few.jsonl", 8, 300, max_tokens=16, logprobs=20)
     _same_ids(part, "tiny", _answers(part, many, s.tiny, "float32", layouts, s.streams))
-    exact = _answers(part, few, s.medium, "float32", layouts, 4)
+    exact = _answers(part, few, s.medium, "float32", layouts, 8)
     _same_ids(part, "medium", exact)
-    _same_logprobs(part, exact["tp 1"], _answers(part, few, s.medium, "bfloat16", layouts, 4))
+    _same_logprobs(part, exact["tp 1"], _answers(part, few, s.medium, "bfloat16", layouts, 8))
 
 
 Answers = list[dict[str, Any]]
@@ -180,51 +184,52 @@ def _answers(
 
 
 def _same_ids(part: Part, name: str, answers: dict[str, Answers]) -> None:
-    first, *others = [[answer["token_ids"] for answer in found] for found in answers.values()]
+    """All ids are those of tp 1; where two tokens are as likely as each other, an answer may go on with either."""
+    first, *others = answers.values()
     for layout, found in zip(list(answers)[1:], others, strict=True):
-        part.check(f"{name}, float32: ids of {layout} are those of tp 1", found == first, _differ(first, found))
+        margins = [_margin(one, other) for one, other in zip(first, found, strict=True)]
+        wrong, ties = [m for m in margins if m >= TIE], [m for m in margins if 0 < m < TIE]
+        said = f"{len(wrong)} of {len(margins)} differ, by {max(margins):.4f} at most; {len(ties)} go on after a tie"
+        part.figures[f"{name}, float32, {layout}"] = said
+        part.check(f"{name}, float32: ids of {layout} are those of tp 1", not wrong, said)
 
 
-def _prompts(path: Path, count: int, longest: int, vocab: int, max_tokens: int) -> Path:
+def _margin(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """By how much the first token that differs was likelier than the next best one; 0 when none does."""
+    for entry, id_of_other in zip(one["logprobs"], other["token_ids"], strict=True):
+        if entry["token_id"] != id_of_other:
+            return max(1e-9, entry["top"][0]["logprob"] - entry["top"][1]["logprob"])
+    return 0.0
+
+
+def _prompts(path: Path, count: int, longest: int, **options: int) -> Path:
     rng = random.Random(count)
-    rows = [
-        {"prompt_ids": rng.choices(range(3, vocab), k=rng.randrange(1, longest)), "max_tokens": max_tokens}
-        for _ in range(count)
-    ]
-    path.write_text("".join(json.dumps({**row, "ignore_eos": True, "logprobs": 20}) + "\n" for row in rows))
+    prompts = [rng.choices(range(3, 500), k=rng.randrange(1, longest)) for _ in range(count)]
+    lines = [json.dumps({"prompt_ids": prompt, "ignore_eos": True, **options}) for prompt in prompts]
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def _differ(first: list[list[int]], second: list[list[int]]) -> str:
-    """How many answers differ, and where the first of them does."""
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
-    if not pairs:
-        return ""
-    a, b = pairs[0]
-    at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    return f"{len(pairs)} of {len(first)} differ, the first of them at token {at}"
-
-
 def _same_logprobs(part: Part, exact: Answers, answers: dict[str, Answers]) -> None:
-    """In bfloat16: log-probabilities no further from float32's than twice those of one rank."""
-    off = {layout: _furthest(exact, found) for layout, found in answers.items()}
+    """In bfloat16: log-probabilities no further from float32's than twice those of one rank (root of mean squares)."""
+    off = {layout: _distance(exact, found) for layout, found in answers.items()}
     part.figures["bfloat16_logprobs_off_float32"] = off
     allowed = 2 * off["tp 1"]
     for layout, difference in off.items():
         part.check(f"medium, bfloat16: {layout} is within {allowed:.3f} of float32", difference <= allowed, difference)
 
 
-def _furthest(exact: Answers, found: Answers) -> float:
-    """The largest difference of log-probabilities of the same token at the same place, as long as ids agree."""
-    most = 0.0
+def _distance(exact: Answers, found: Answers) -> float:
+    """Between log-probabilities of the same token at the same place, as long as ids agree."""
+    squares = []
     for a, b in zip(exact, found, strict=True):
         for one, other in zip(a["logprobs"], b["logprobs"], strict=True):
             theirs = {entry["token_id"]: entry["logprob"] for entry in other["top"]}
             pairs = [(e["logprob"], theirs[e["token_id"]]) for e in one["top"] if e["token_id"] in theirs]
-            most = max([most, *(abs(a - b) for a, b in pairs)])
+            squares += [(x - y) ** 2 for x, y in pairs]
             if one["token_id"] != other["token_id"]:
                 break
-    return most
+    return math.sqrt(sum(squares) / len(squares))
 
 
 # ---- how fast
@@ -369,7 +374,7 @@ PARTS: dict[str, tuple[Callable[[Part], None], int]] = {
     "ids": (ids, 180),
     "scaling": (scaling, 180),
     "context": (context, 180),
-    "ends": (ends, 90),
+    "ends": (ends, 120),
     "scaling_large": (scaling_large, 200),
     "load": (load, 200),
     "probe": (probe, 60),

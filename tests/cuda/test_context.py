@@ -26,7 +26,6 @@ PLACES = [
     pytest.param(1, [0, 1], id="1x2 on 2 GPUs"),
     pytest.param(2, [0, 1], id="2x1 on 2 GPUs"),
 ]
-FAMILIES = ("llama", "gpt_oss", "qwen3_5")  # plain; windows and sinks; recurrent states
 PROMPTS = [recipe_prompt(n, seed=n) for n in (1, 3, 37, 90)]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 4096,
@@ -36,7 +35,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(("tp_size", "devices"), PLACES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])  # plain; windows and sinks
 def test_ids_are_those_of_one_rank_and_of_the_reference(family, tp_size, devices, worlds, recipe_checkpoint, sharded):
     if max(devices) >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
@@ -49,6 +48,13 @@ def test_ids_are_those_of_one_rank_and_of_the_reference(family, tp_size, devices
         assert found == want
     shared = len(set(devices)) < len(devices)
     assert backend == ("none" if tp_size == len(devices) else "host" if shared else "nccl")
+
+
+def test_recurrent_states_are_passed_on(worlds, recipe_checkpoint, sharded):
+    folder = recipe_checkpoint("qwen3_5")
+    want = [reference_greedy(load_reference(str(folder)), prompt, COUNT) for prompt in PROMPTS]
+    for devices in ([0, 0], [0, 1])[: torch.cuda.device_count()]:
+        assert worlds[2].run(2, answers, devices, 1, sharded(folder, 1), PROMPTS, 24)[0][0] == want
 
 
 @pytest.mark.parametrize("devices", [pytest.param([0, 0], id="on a GPU"), pytest.param([0, 1], id="on 2 GPUs")])
