@@ -11,18 +11,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from commands import Commands, cards, end_and_watch
+from commands import Commands, Overrun, Server, cards, end_and_watch
 from shapes import Shapes
 
 GOALS = {2: 1.75, 4: 2.8, 8: 3.8}
 """How much faster than one rank a decode step of batch 1 of the 8B is to be."""
 
 GONE_SECONDS = 5.0
+
+FIRST_PROMPT = range(3, 67)
 
 TIE = 1e-3
 """Difference of two log-probabilities that float32 sums in another order may turn round in a model of random weights."""
@@ -49,6 +52,16 @@ class Part:
         self.checks.append({"what": what, "holds": bool(holds), "found": found})
         print(f"  {'ok' if holds else 'WRONG'}: {what} {'' if holds else found}", flush=True)
 
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """What fails within the block is noted, and what comes after it is run; only the end of time ends the part."""
+        try:
+            yield
+        except Overrun:
+            raise
+        except Exception as failure:
+            self.check(what, False, f"{type(failure).__name__}: {failure}")
+
     def ranks(self, tp_size: int, cp_size: int = 1, backend: str = "auto") -> list[str]:
         """Options that say how many ranks there are, and where."""
         sizes = ["--tp-size", str(tp_size), "--cp-size", str(cp_size), "--collective", backend]
@@ -64,38 +77,47 @@ def dummy(config: str, *more: str) -> list[str]:
 
 
 def large(part: Part) -> None:
-    """Planned, refused on one card, loaded, generated from and served on the fewest that hold it; a rank killed."""
+    """Planned, refused on one card, loaded, served and generated from on the fewest that hold it; a rank killed."""
     c, config = part.commands, part.shapes.large
     tp_size = _plan_large(part) if part.on_gpus else part.tp_size
-    ids = ",".join(str(i) for i in range(3, 67))
-    options = ("--temperature", "0", "--ignore-eos", "--json", "--prompt-ids", ids)
-    ranks = part.ranks(tp_size)
-    probe = c.run("probe-memory", *dummy(config), *ranks, "--json").checked()
-    shares = [r["share"] for r in probe["ranks"]]
-    part.figures["probe_memory"] = probe
-    part.check("probe-memory: every rank holds its plan", probe["within_plan"])
-    if part.on_gpus:  # elsewhere the model is too small to be seen
-        part.check(f"probe-memory: a rank holds 1/{tp_size}", all(abs(s * tp_size - 1) < 0.02 for s in shares), shares)
-    before = [card["used_mib"] for card in cards()]
-    with c.server(*dummy(config, "--max-num-seqs", str(part.shapes.streams)), *_sizes(part, tp_size)) as server:
-        first = server.stream(range(3, 67), 16)
-        part.figures["serve"] = {
-            "ready_s": server.ready_seconds,
-            "command_to_first_token_s": round(server.ready_seconds + first.first, 2),
-            "first_token_s": first.first,
-            "weights": "random, made in device memory: no file is read",
-        }
-        part.check("serve: the first token within 15 s of the command", server.ready_seconds + first.first < 15)
-        _serve_many(part, server)
-        threads = server.under_load(min(16, part.shapes.streams))
-        rank = next(pid for pid, rank in server.started.pids().items() if rank == tp_size - 1)
-        _note_end(part, "kill_rank", end_and_watch(server.started, rank, signal.SIGKILL, before))
-        for thread in threads:
-            thread.join(10)
-        part.check("no stream hangs after a rank was killed", not any(t.is_alive() for t in threads))
-    generated = c.run("generate", *dummy(config), *ranks, *options, "--max-tokens", "32", *_length(part)).checked()
-    part.figures["generate"] = {"timing": generated["timing"], "seconds": c.runs[-1].seconds}
-    part.check("generate gives what serve gave", generated["token_ids"][:16] == first.ids, generated["token_ids"])
+    ranks, length = part.ranks(tp_size), ["--max-model-len", str(part.shapes.max_model_len)]
+    with part.attempt("probe-memory"):
+        probe = part.figures["probe_memory"] = c.run("probe-memory", *dummy(config), *ranks, "--json").checked()
+        shares = [r["share"] for r in probe["ranks"]]
+        part.check("probe-memory: every rank holds its plan", probe["within_plan"])
+        if part.on_gpus:  # elsewhere the model is too small to be seen
+            even = all(abs(s * tp_size - 1) < 0.02 for s in shares)
+            part.check(f"probe-memory: a rank holds 1/{tp_size}", even, shares)
+    served: list[int] = []
+    with part.attempt("serve"):
+        before = [card["used_mib"] for card in cards()]
+        options = ["--max-num-seqs", str(part.shapes.streams), "--tp-size", str(tp_size), *length]
+        with c.server(*dummy(config), *options) as server:
+            served += _first_token(part, server)
+            _serve_many(part, server)
+            threads = server.under_load(min(16, part.shapes.streams))
+            rank = next(pid for pid, rank in server.started.pids().items() if rank == tp_size - 1)
+            _note_end(part, "kill_rank", end_and_watch(server.started, rank, signal.SIGKILL, before))
+            for thread in threads:
+                thread.join(10)
+            part.check("no stream hangs after a rank was killed", not any(t.is_alive() for t in threads))
+    with part.attempt("generate"):
+        options = ["--temperature", "0", "--ignore-eos", "--json", "--prompt-ids", ",".join(map(str, FIRST_PROMPT))]
+        found = c.run("generate", *dummy(config), *ranks, *options, "--max-tokens", "32", *length).checked()
+        part.figures["generate"] = {"timing": found["timing"], "seconds": c.runs[-1].seconds}
+        part.check("generate gives what serve gave", found["token_ids"][:16] == served, [found["token_ids"], served])
+
+
+def _first_token(part: Part, server: Server) -> list[int]:
+    """How long it took; the first ids."""
+    first = server.stream(FIRST_PROMPT, 16)
+    seconds = round(server.ready_seconds + first.first, 2)
+    part.figures["serve"] = {
+        "ready_s": server.ready_seconds, "first_token_s": first.first, "command_to_first_token_s": seconds,
+        "weights": "random, made in device memory: no file is read",
+    }  # fmt: skip
+    part.check("serve: the first token within 15 s of the command", seconds < 15, seconds)
+    return first.ids
 
 
 def _plan_large(part: Part) -> int:
@@ -117,15 +139,7 @@ def _plan_large(part: Part) -> int:
     return tp_size
 
 
-def _sizes(part: Part, tp_size: int) -> list[str]:
-    return ["--tp-size", str(tp_size), *_length(part)]
-
-
-def _length(part: Part) -> list[str]:
-    return ["--max-model-len", str(part.shapes.max_model_len)]
-
-
-def _serve_many(part: Part, server: Any) -> None:
+def _serve_many(part: Part, server: Server) -> None:
     """Streams at the same time: all end, with as many tokens as were asked for."""
     s, rng = part.shapes, random.Random(1)
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(8, 200))] for _ in range(s.streams)]
@@ -156,37 +170,46 @@ def ids(part: Part) -> None:
     layouts[f"tp 1, cp {n}"] = part.ranks(1, n)
     many = _prompts(c.work / "many.jsonl", s.streams, 200, max_tokens=48, logprobs=2)
     few = _prompts(c.work / "few.jsonl", 8, 300, max_tokens=16, logprobs=20)
-    _same_ids(part, "tiny", _answers(part, many, s.tiny, "float32", layouts, s.streams))
-    exact = _answers(part, few, s.medium, "float32", layouts, 8)
-    _same_ids(part, "medium", exact)
-    _same_logprobs(part, exact["tp 1"], _answers(part, few, s.medium, "bfloat16", layouts, 8))
+    commands = {
+        ("tiny", layout): _answer(part, many, s.tiny, "float32", layout, ranks) for layout, ranks in layouts.items()
+    }
+    commands |= {("medium", name): _answer(part, few, s.medium, "float32", name, r) for name, r in layouts.items()}
+    exact = _answers(part, commands)
+    for model in ("tiny", "medium"):
+        _same_ids(part, model, {layout: lines for (name, layout), lines in exact.items() if name == model})
+    commands = {("medium", name): _answer(part, few, s.medium, "bfloat16", name, r) for name, r in layouts.items()}
+    rounded = {layout: lines for (_, layout), lines in _answers(part, commands).items()}
+    _same_logprobs(part, exact["medium", "tp 1"], rounded)
 
 
 Answers = list[dict[str, Any]]
 """The lines that `generate --prompts` writes."""
 
 
-def _answers(
-    part: Part, prompts: Path, config: str, dtype: str, layouts: dict[str, list[str]], most: int
-) -> dict[str, Answers]:
-    """What ranks in every layout, all of them at the same time, answer to a file of prompts."""
-    options = ["--prompts", str(prompts), "--temperature", "0", "--max-num-seqs", str(most), "--dtype", dtype]
-    options += ["--max-model-len", "1024", "--kv-cache-memory", "2GiB" if part.on_gpus else "64MiB", "--json"]
-    outputs = [part.commands.work / f"{Path(config).stem}-{dtype}-{i}.jsonl" for i in range(len(layouts))]
-    commands = [
-        ["generate", *dummy(config), *options, *ranks, "--output", str(output)]
-        for ranks, output in zip(layouts.values(), outputs, strict=True)
-    ]
-    for run in part.commands.run_all(commands):
-        run.checked()
-    lines = [[json.loads(line) for line in output.read_text().splitlines()] for output in outputs]
-    return dict(zip(layouts, lines, strict=True))
+def _answer(part: Part, prompts: Path, config: str, dtype: str, layout: str, ranks: Sequence[str]) -> list[str]:
+    """The command that answers a file of prompts, all at once."""
+    name = "-".join([Path(config).stem, dtype, *layout.replace(",", "").split()])
+    options = ["--prompts", str(prompts), "--output", str(part.commands.work / f"{name}.jsonl"), "--dtype", dtype]
+    options += ["--temperature", "0", "--max-num-seqs", str(len(prompts.read_text().splitlines()))]
+    options += ["--max-model-len", "1024", "--kv-cache-memory", "1GiB" if part.on_gpus else "64MiB", "--json"]
+    return ["generate", *dummy(config), *options, *ranks]
+
+
+def _answers(part: Part, commands: dict[tuple[str, str], list[str]]) -> dict[tuple[str, str], Answers]:
+    """What several commands at the same time answer; one that fails is noted and left out."""
+    answers = {}
+    for name, run in zip(commands, part.commands.run_all(list(commands.values())), strict=True):
+        with part.attempt(", ".join(name)):
+            run.checked()
+            output = Path(run.arguments[run.arguments.index("--output") + 1])
+            answers[name] = [json.loads(line) for line in output.read_text().splitlines()]
+    return answers
 
 
 def _same_ids(part: Part, name: str, answers: dict[str, Answers]) -> None:
     """All ids are those of tp 1; where two tokens are as likely as each other, an answer may go on with either."""
-    first, *others = answers.values()
-    for layout, found in zip(list(answers)[1:], others, strict=True):
+    first = answers.pop("tp 1")
+    for layout, found in answers.items():
         margins = [_margin(one, other) for one, other in zip(first, found, strict=True)]
         wrong, ties = [m for m in margins if m >= TIE], [m for m in margins if 0 < m < TIE]
         said = f"{len(wrong)} of {len(margins)} differ, by {max(margins):.4f} at most; {len(ties)} go on after a tie"
@@ -240,8 +263,9 @@ def scaling(part: Part) -> None:
     one = _bench(part, part.shapes.medium, 1, "auto")
     faster = {}
     for backend in part.backends:
-        many = _bench(part, part.shapes.medium, part.tp_size, backend)
-        faster[backend] = {d["batch"]: o["step_ms"] / d["step_ms"] for o, d in zip(one, many, strict=True)}
+        with part.attempt(f"bench of the medium model over {backend}"):
+            many = _bench(part, part.shapes.medium, part.tp_size, backend)
+            faster[backend] = {d["batch"]: o["step_ms"] / d["step_ms"] for o, d in zip(one, many, strict=True)}
     part.figures["medium_faster_than_one_rank"] = faster
     best, goal = max(f[one[0]["batch"]] for f in faster.values()), GOALS.get(part.tp_size, 0.0)
     part.check(f"batch {one[0]['batch']} is {goal} times as fast on {part.tp_size} ranks", best >= goal, best)
@@ -251,7 +275,8 @@ def scaling(part: Part) -> None:
 def scaling_large(part: Part) -> None:
     """The same for the model that no card holds."""
     for backend in part.backends:
-        _bench(part, part.shapes.large, part.tp_size, backend)
+        with part.attempt(f"bench of the large model over {backend}"):
+            _bench(part, part.shapes.large, part.tp_size, backend)
     _never_slower(part, "large")
 
 
@@ -279,10 +304,11 @@ def _never_slower(part: Part, model: str) -> None:
 
 def ends(part: Part) -> None:
     """SIGTERM to a server under load, and SIGKILL to its front: everything is gone, and the memory given back."""
-    model = dummy(part.shapes.medium, "--max-num-seqs", "16", "--drain-timeout", "1", *_sizes(part, part.tp_size))
+    model = dummy(part.shapes.medium, "--max-num-seqs", "16", "--drain-timeout", "1", "--tp-size", str(part.tp_size))
+    model += ["--max-model-len", str(part.shapes.max_model_len)]
     for name, number in (("terminate", signal.SIGTERM), ("kill_front", signal.SIGKILL)):
         before = [card["used_mib"] for card in cards()]
-        with part.commands.server(*model) as server:
+        with part.attempt(name), part.commands.server(*model) as server:
             server.under_load(16)
             _note_end(part, name, end_and_watch(server.started, server.started.process.pid, number, before))
 
@@ -305,15 +331,14 @@ def context(part: Part) -> None:
     s, n = part.shapes, part.tp_size
     options = ["--batches", "1", "--prefills", s.long_prefills, "--requests", "0", "--json"]
     options += ["--prompt-tokens", str(s.prompt), "--output-tokens", str(s.output)]
-    alone = part.commands.run("bench", *dummy(s.medium), *part.ranks(1), *options).checked()
-    tp = part.commands.run("bench", *dummy(s.medium), *part.ranks(n, 1, part.backends[0]), *options).checked()
-    cp = part.commands.run("bench", *dummy(s.medium), *part.ranks(1, n, part.backends[0]), *options).checked()
-    reports = {"tp 1": alone, f"tp {n}": tp, f"cp {n}": cp}
-    part.figures["first_token_s"] = {
-        name: {f"{p['requests']}x{p['tokens']}": p["seconds"] for p in report["prefill"]}
-        for name, report in reports.items()
-    }
-    part.figures["decode_ms"] = {name: report["decode"][0]["step_ms"] for name, report in reports.items()}
+    layouts = {"tp 1": part.ranks(1), f"cp {n}": part.ranks(1, n, part.backends[-1])}
+    layouts[f"tp {n}"] = part.ranks(n, 1, part.backends[0])
+    first_token, decode = part.figures.setdefault("first_token_s", {}), part.figures.setdefault("decode_ms", {})
+    for name, ranks in layouts.items():
+        with part.attempt(f"bench, {name}"):
+            report = part.commands.run("bench", *dummy(s.medium), *ranks, *options).checked()
+            first_token[name] = {f"{p['requests']}x{p['tokens']}": p["seconds"] for p in report["prefill"]}
+            decode[name] = report["decode"][0]["step_ms"]
     probe = part.commands.run("probe-memory", *dummy(s.medium), *part.ranks(1, n), "--json").checked()
     per_token = probe["ranks"][0]["kv_cache_bytes"] / probe["ranks"][0]["kv_cache_tokens"]
     planned = json.loads(Path(s.medium).read_text())
