@@ -101,17 +101,17 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(_usage_message(error, arguments), f"see {path} --help", 2, debug)
     except (KeyboardInterrupt, typer.Abort):
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _abandon_stdout()
+        _abandon(sys.stdout)
         return _fail("interrupted", "", EXIT_INTERRUPTED, debug)
     except Terminated:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _abandon_stdout()
+        _abandon(sys.stdout)
         return _fail("terminated", "", EXIT_TERMINATED, debug)
     except BrokenPipeError:
-        _abandon_stdout()  # the reader of stdout has gone: nothing is left to say
+        _abandon(sys.stdout)  # the reader of stdout has gone: nothing is left to say
         return 1
     except OSError as error:
-        _abandon_stdout()  # it may be the one that is full
+        _abandon(sys.stdout)  # it may be the one that is full
         name = f"{error.filename}: " if error.filename else ""
         return _fail(f"{name}{error.strerror or error}", "check the disk and the permissions, or --debug", 1, debug)
     except Exception as error:  # a fault of ours: still one line
@@ -125,13 +125,13 @@ _NOT_A_NUMBER = {
 """What the library says of a value -> what we say."""
 
 
-def _abandon_stdout() -> None:
-    """Drop what stdout has not taken: the interpreter would wait for a reader that has stopped, or write to one that
-    has gone."""
+def _abandon(stream: Any) -> None:
+    """Drop what stdout or stderr has not taken: the interpreter would wait for a reader that has stopped, or write to
+    one that has gone."""
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (AttributeError, OSError, ValueError):
-        pass  # stdout is closed, or no file
+        pass  # closed, or no file
 
 
 def _usage_message(error: Any, arguments: list[str]) -> str:
@@ -171,11 +171,20 @@ def _end(number: int, frame: object) -> None:
 
 
 def _fail(message: str, hint: str, code: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    if hint:
-        print(f"hint: {' '.join(hint.split())}", file=sys.stderr)
+    from .console import stderr_is_stuck
+
+    if stderr_is_stuck():
+        os._exit(code)  # everything is cleaned up; the interpreter would wait for that reader
+    if sys.stderr is None:  # closed by who started us
+        return code
+    lines = [f"{name}: {' '.join(text.split())}\n" for name, text in (("error", message), ("hint", hint)) if text]
+    try:
+        if debug:
+            traceback.print_exc()
+        sys.stderr.writelines(lines)
+        sys.stderr.flush()
+    except OSError:
+        _abandon(sys.stderr)  # full, or its reader has gone: the exit code says it too
     return code
 
 

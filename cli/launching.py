@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -220,25 +220,33 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
         yield started
 
 
-@contextmanager
-def show_stages(num_ranks: int):
-    """A callback for stages: a live line on a terminal; otherwise a log line when the last rank has come to a stage."""
+def stage_logger(num_ranks: int) -> Callable[[int, str], None]:
+    """A callback for stages that logs a line when the last rank has come to one."""
     from ..runtime.stages import SPAWN, position
-    from .console import stderr_is_terminal
 
     stages = dict.fromkeys(range(num_ranks), SPAWN)
+
+    def log_stage(rank: int, stage: str) -> None:
+        before = min(stages.values(), key=position)
+        stages[rank] = stage
+        if (now := min(stages.values(), key=position)) != before:
+            log.info("starting: %s", now)
+
+    return log_stage
+
+
+@contextmanager
+def show_stages(num_ranks: int) -> Iterator[Callable[[int, str], None]]:
+    """A callback for stages: a live line on a terminal, otherwise log lines."""
+    from ..runtime.stages import SPAWN
+    from .console import stderr_is_terminal
+
     if not stderr_is_terminal():
-
-        def log_stage(rank: int, stage: str) -> None:
-            before = min(stages.values(), key=position)
-            stages[rank] = stage
-            if (now := min(stages.values(), key=position)) != before:
-                log.info("starting: %s", now)
-
-        yield log_stage
+        yield stage_logger(num_ranks)
         return
     from rich.console import Console
 
+    stages = dict.fromkeys(range(num_ranks), SPAWN)
     console = Console(stderr=True)
     with console.status("starting") as status:
 

@@ -141,7 +141,7 @@ def serve(
     from ..runtime.launch.start import check_sizes
     from ..runtime.server.life import bind
     from ..runtime.server.options import ServerOptions
-    from .console import set_up_logging
+    from .console import log_in_background, set_up_logging
 
     options = ServerOptions(
         api_key=api_key,
@@ -158,6 +158,7 @@ def serve(
         verify_on_load=verify_on_load,
     )
     set_up_logging(ctx.obj.log_level, log_format)
+    ctx.with_resource(log_in_background())
     name = served_model_name or (
         os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory
     )
@@ -224,9 +225,9 @@ def _run(sets: Mapping[str, ShardSet], launch: LaunchOptions, options: ServerOpt
     import asyncio
 
     from ..runtime.server.life import Life
-    from .launching import show_stages
+    from .launching import stage_logger
 
-    with show_stages(max(each.plan.tp_size for each in sets.values()) * launch.cp_size) as on_stage:
-        code = asyncio.run(Life(sets, launch, options, sock).run(on_stage))
+    on_stage = stage_logger(max(each.plan.tp_size for each in sets.values()) * launch.cp_size)
+    code = asyncio.run(Life(sets, launch, options, sock).run(on_stage))
     if code:
         raise typer.Exit(code)

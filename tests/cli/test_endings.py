@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mgtp.runtime.launch import run_folder as run_folder_module
@@ -119,6 +120,63 @@ def test_a_reader_that_stops(run_folder, shard_set):
     os.close(ours)
     run.communicate()
     assert_nothing_left(run_folder)
+
+
+@pytest.mark.parametrize(("fault", "code"), [("SIGTERM to the front", 0), ("SIGKILL to a rank", 5)])
+def test_a_reader_of_the_log_that_stops(fault, code, run_folder, shard_set):
+    """The server goes on answering, and ends in time: neither its log nor its last words are waited for."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "mgtp.cli", "serve", shard_set, "--device", "cpu", "--port", "0"]
+    server = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with server, os.fdopen(ours) as log:
+        try:
+            url = next(line.split()[-1] for line in log if "listening on " in line)
+            assert any("ready in" in line for line in log)
+            with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
+                while not _is_full(ours):
+                    assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+                for _ in range(100):
+                    assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+                assert http.get("/health").status_code == 200
+                assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5}).status_code == 200
+            begin = time.monotonic()
+            if code:
+                os.kill(rank_pids(run_folder)[0], signal.SIGKILL)
+            else:
+                server.terminate()
+            assert server.wait(END_SECONDS) == code
+            print(f"{fault}: ended after {time.monotonic() - begin:.1f} s")
+        finally:
+            server.kill()
+    assert_nothing_left(run_folder)
+
+
+def test_a_reader_of_everything_that_stops(run_folder, shard_set):
+    """As in `mgtp generate ... 2>&1 | sleep`: the error line has no reader either."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "30000"]
+    run = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        wait_for(lambda: _is_full(ours) or None, 60)
+        run.terminate()
+        assert run.wait(END_SECONDS) == 143
+    finally:
+        run.kill()
+        os.close(ours)
+    assert_nothing_left(run_folder)
+
+
+@pytest.mark.parametrize("how", ["gone", "full", "closed"])
+def test_an_error_that_nobody_can_be_told(how, tmp_path):
+    """The exit code says it all the same, and stdout has results only."""
+    redirection = {"gone": "2> >(true)", "full": "2>/dev/full", "closed": "2>&-"}[how]
+    script = f"{sys.executable} -m mgtp.cli verify {tmp_path}/nowhere {redirection}"
+    run = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, timeout=60)
+    assert (run.returncode, run.stdout) == (3, b"")
 
 
 def _is_full(fd: int) -> bool:
