@@ -24,18 +24,18 @@ def signals_held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    held = [number for number, handler in handlers.items() if callable(handler)]
+    found = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
     arrived: list[int] = []
     try:
-        for number in held:
+        for number in handlers:
             signal.signal(number, lambda number, frame: arrived.append(number))
         yield
     finally:
-        for number in held:
+        for number in handlers:
             signal.signal(number, handlers[number])
         for number in arrived:
-            signal.raise_signal(number)
+            handlers[number](number, None)  # not raise_signal: an event loop, which listens by a file, has heard of it
 
 
 def start_threads(threads: Iterable[threading.Thread]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from ...shardplan.errors import RankError
+from ...shardplan.workers import signals_held
 from ..messages import Failed, FrontMessage, RankMessage, Stop
 from ..options import RankOptions
 from ..stages import RUNNING
@@ -86,16 +87,17 @@ class RankGroup:
         parent-death signal fires when the thread that spawned them ends."""
         (self.folder / "options.json").write_bytes(msgspec.json.encode(self.options))
         for rank in self._here:
-            process = subprocess.Popen(
-                [sys.executable, "-m", rank_module],
-                env=self._environment(rank),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=[self._alive],
-                start_new_session=True,  # Ctrl-C and Ctrl-Z reach the front alone
-            )
-            self.local.append(RankProcess(rank, process, self.folder))
+            with signals_held():  # a process of which nobody knows could not be stopped
+                process = subprocess.Popen(
+                    [sys.executable, "-m", rank_module],
+                    env=self._environment(rank),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[self._alive],
+                    start_new_session=True,  # Ctrl-C and Ctrl-Z reach the front alone
+                )
+                self.local.append(RankProcess(rank, process, self.folder))
 
     def _environment(self, rank: int) -> dict[str, str]:
         here, num_ranks = len(self._here), self.options.num_ranks

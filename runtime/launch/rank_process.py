@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from ...shardplan.workers import start_threads
 from ..stages import SPAWN, stage_file
 
 log = logging.getLogger("mgtp.launch")
@@ -41,7 +42,7 @@ class RankProcess:
         self._stopped_since: float | None = None
         assert process.stderr is not None
         self._collector = threading.Thread(target=self._collect, args=[process.stderr], daemon=True)
-        self._collector.start()
+        start_threads([self._collector])
 
     def _collect(self, stream: IO[bytes]) -> None:
         """Keep the last lines of stderr; runs in a thread until the rank closes it."""

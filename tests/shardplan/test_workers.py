@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -58,6 +59,20 @@ def test_signal_in_a_block_comes_after_it_and_handlers_are_as_before() -> None:
         block()
     assert reached
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_event_loop_hears_of_a_signal_once() -> None:
+    """It listens by a file of its own: a second time would be a second signal, which a server takes for impatience."""
+    heard: list[int] = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.append, signal.SIGTERM)
+        with signals_held():
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(work())
+    assert heard == [signal.SIGTERM]
 
 
 def test_other_threads_leave_signals_alone() -> None:
