@@ -42,6 +42,7 @@ def run_rank(work: Callable[[RankLink], None]) -> None:
 
     link = RankLink.from_environment()
     try:
+        link.open()
         link.stage(stages.IMPORT)
         work(link)
     except BaseException as error:

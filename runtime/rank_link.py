@@ -37,6 +37,9 @@ class RankLink:
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.PUSH)
         self._front.connect(f"ipc://{self.folder}/front")
+
+    def open(self) -> None:
+        """Meet the front's requests and the other ranks. From here on, and here, a failure can be reported."""
         self._decoder = msgspec.msgpack.Decoder(FrontMessage if self.rank == 0 else StepMessage)
         self._followers: list[bytes] = []
         if self.rank == 0:
@@ -145,6 +148,8 @@ def is_collective(error: BaseException) -> bool:
     """Whether an error comes out of a collective, so that another rank may be its cause."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = str(error).lower()
+    if "cuda error" in text:  # of this rank's own device, also as NCCL's "unhandled cuda error"
+        return False
     return "DistError" in kinds or any(word in text for word in ("gloo", "nccl", "connection closed by peer"))
 
 

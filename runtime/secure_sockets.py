@@ -10,6 +10,9 @@ import hashlib
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+_UNREADABLE = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 
 
 def listen(socket: zmq.Socket, endpoint: str, secret: str) -> None:
@@ -24,6 +27,25 @@ def connect(socket: zmq.Socket, endpoint: str, secret: str) -> None:
     socket.curve_serverkey = _key_pair("server", secret)[0]
     socket.curve_publickey, socket.curve_secretkey = _key_pair("client", secret)
     socket.connect(endpoint)
+
+
+class Strangers:
+    """Counts how often the two sides of a socket did not understand each other: their secrets differ.
+
+    The side that listens knows it; the one that connects sees only that the other hangs up.
+    """
+
+    def __init__(self, socket: zmq.Socket, *, listens: bool) -> None:
+        failed = zmq.Event.HANDSHAKE_FAILED_PROTOCOL if listens else zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+        self._events = socket.get_monitor_socket(failed)
+        self._listens, self._count = listens, 0
+
+    def look(self) -> int:
+        """How often until now."""
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events)
+            self._count += not self._listens or event["value"] == _UNREADABLE
+        return self._count
 
 
 def _key_pair(role: str, secret: str) -> tuple[bytes, bytes]:

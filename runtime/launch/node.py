@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from ...shardplan.errors import RankError
+from ...shardplan.errors import MgtpError, RankError, UsageError
 from ...shardplan.shard_set import ShardSet
 from ...shardplan.version import __version__
 from .. import secure_sockets
 from ..messages import Failed, RankMessage, Stage
 from ..options import RankOptions
+from ..rank_link import SECRET_VARIABLE
 from . import group as group_module
 from .cluster import Cluster
 from .devices import Placement
@@ -29,6 +30,7 @@ from .node_messages import (
     FromRank,
     FrontNodeMessage,
     Join,
+    Leave,
     NodeMessage,
     node_identity,
 )
@@ -37,6 +39,9 @@ from .rank_process import RankProcess
 from .start import LaunchOptions, place_local_ranks
 
 log = logging.getLogger("mgtp.launch")
+
+NUM_HANG_UPS = 30
+"""What stands before node 0, or node 0 as it ends, may hang up a few times; so often, within seconds, it is another."""
 
 
 class FrontLink:
@@ -48,27 +53,41 @@ class FrontLink:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, node_identity(cluster.node))
+        self._strangers = secure_sockets.Strangers(self._socket, listens=False)
         secure_sockets.connect(self._socket, f"tcp://{cluster.host}:{cluster.port}", cluster.secret)
         self._silence, self._due = Patience(SILENCE_SECONDS), Patience(ALIVE_SECONDS)
+        self._is_over = False
 
     def send(self, message: NodeMessage) -> None:
         """Tell node 0."""
         self._socket.send(self._encoder.encode(message))
 
     def join(self, message: Join) -> RankOptions:
-        """Announce this node and wait to be told what to run. Raises RankError when node 0 refuses or is not there."""
+        """Announce this node and wait to be told what to run.
+
+        Raises RankError when node 0 refuses or is not there, UsageError when it has another secret.
+        """
         self.send(message)
         patience = Patience(JOIN_SECONDS)
+        where = f"{self.cluster.host}:{self.cluster.port}"
         while not patience.is_over:
             answer = self._receive(100)
             if isinstance(answer, Begin):
                 self._silence.restart()
                 return answer.options
             if isinstance(answer, End):
+                self._is_over = True
                 raise RankError(f"node 0 ended the run: {answer.cause or 'it is over'}", "see what node 0 says")
-        where = f"{self.cluster.host}:{self.cluster.port}"
+            if self._strangers.look() >= NUM_HANG_UPS:
+                what = f"node 0 at {where} has another {SECRET_VARIABLE}, or is something else"
+                raise UsageError(what, "give all nodes the same secret, and node 0's address")
         hint = "start it there, and give both the same secret"
         raise RankError(f"node 0 does not answer at {where} within {JOIN_SECONDS:g} s", hint)
+
+    def leave(self, error: BaseException) -> None:
+        """Tell node 0, unless it has ended the run, why this node ends."""
+        if not self._is_over:
+            self.send(Leave(error.message if isinstance(error, MgtpError) else "it was told to end"))
 
     def poll(self) -> End | None:
         """Say that this node lives; the end of the run when node 0 has told it. Raises RankError when node 0 is gone."""
@@ -78,6 +97,7 @@ class FrontLink:
         while (message := self._receive(0)) is not None:
             self._silence.restart()
             if isinstance(message, End):
+                self._is_over = True
                 return message
         if self._silence.is_over:
             raise RankError(
@@ -104,6 +124,9 @@ def run_node(shard_set: ShardSet, launch: LaunchOptions) -> None:
         log.info("node %d of %d: waiting for node 0 at %s", cluster.node, cluster.num_nodes, where)
         options = link.join(Join(cluster.node, __version__, shard_set.plan.fingerprint, placement.device))
         _run_ranks(_own(options, shard_set, placement, launch), cluster, link)
+    except BaseException as error:
+        link.leave(error)
+        raise
     finally:
         link.close()
 

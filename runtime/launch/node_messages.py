@@ -36,6 +36,12 @@ class FromRank(msgspec.Struct, tag=True):
     message: RankMessage
 
 
+class Leave(msgspec.Struct, tag=True):
+    """Node -> node 0: this node ends before the run is over; `cause` says why."""
+
+    cause: str
+
+
 class Begin(msgspec.Struct, tag=True):
     """Node 0 -> node: start the ranks. Paths and devices are the node's own, everything else is node 0's."""
 
@@ -48,7 +54,7 @@ class End(msgspec.Struct, tag=True):
     cause: str = ""
 
 
-NodeMessage = Join | Alive | FromRank
+NodeMessage = Join | Alive | FromRank | Leave
 FrontNodeMessage = Alive | Begin | End
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,20 @@ def _whole(hosts: Hosts) -> Path:
     return whole
 
 
+def test_a_node_that_is_told_to_end_says_so(hosts):
+    """SIGTERM to node 1: node 0 does not wait for its silence."""
+    logs = hosts.start_both()
+    begin = time.monotonic()
+    hosts.processes[1].send_signal(signal.SIGTERM)
+    assert hosts.codes(30) == [5, 143]
+    print(f"ended after {time.monotonic() - begin:.1f} s")
+    assert logs[0].read_text().splitlines()[-2:] == [
+        "error: rank 1 failed in stage 'running': node 1 has ended: it was told to end",
+        "hint: see what it says, and start all again",
+    ]
+    nothing_left(hosts)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", ["cut", "kill node 1", "kill rank 1", "kill node 0"])
 def test_the_end_of_one_is_the_end_of_both(fault, hosts):
@@ -184,14 +199,32 @@ def _ranks_of(hosts: Hosts, node: int) -> list[int]:
     return rank_pids(hosts.folder / str(node))
 
 
-@pytest.mark.soak
 def test_a_host_with_another_secret_is_not_heard(hosts):
-    log = hosts.start(0)
-    hosts.start(1, secret="another secret of enough characters")
-    time.sleep(15)
-    assert "starting: device" not in log.read_text()
+    """Both sides say it, within seconds; node 0 goes on waiting for the right one."""
+    logs = hosts.start(0), hosts.start(1, secret="another secret of enough characters")
+    assert hosts.processes[1].wait(30) == 2
+    error, hint = logs[1].read_text().splitlines()[-2:]
+    assert error.startswith(f"error: node 0 at {HOST_0}:29500 has another MGTP_CLUSTER_SECRET") and "hint: " in hint
+    wait_for(lambda: "somebody at " in logs[0].read_text() or None, 5, hosts.processes[0])
+    assert logs[0].read_text().count("MGTP_CLUSTER_SECRET") == 1
+    assert "starting: device" not in logs[0].read_text()
     hosts.processes[0].send_signal(signal.SIGTERM)
     assert hosts.processes[0].wait(30) == 0
+
+
+@pytest.mark.parametrize("offset", range(3))
+def test_a_port_that_is_taken(offset, tiny_checkpoint, sharded, tmp_path):
+    """Each of the three is named before anything is started."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        options = ("--nnodes", "2", "--node-rank", "0", "--rendezvous", f"127.0.0.1:{port - offset}", "--port", "0")
+        shard_set = sharded(tiny_checkpoint("long32k"), 2)
+        run = mgtp(tmp_path, "serve", shard_set, "--device", "cpu", *options, code=1, MGTP_CLUSTER_SECRET=SECRET)
+    error, hint = run.err.splitlines()[-2:]
+    assert error == f"error: --rendezvous 127.0.0.1:{port - offset}: port {port}: Address already in use"
+    assert hint == "hint: node 0 needs an address of its own, and 3 ports in a row that are free"
 
 
 @pytest.mark.parametrize(
