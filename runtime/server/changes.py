@@ -57,6 +57,7 @@ class Changes:
     async def _unload(self, name: str) -> int:
         host = self._models.find(name)
         self._models.drop(name)
+        self._models.give_up_default(name)
         host.retire(refuse=True)
         num_cut = await self._models.see_off(host, self._options.drain_timeout, "the model was unloaded")
         log.info("unloaded %s", name)
@@ -66,7 +67,7 @@ class Changes:
         """Serve another set under a name: 'beside' when the new ranks were started before the old ones ended.
 
         Otherwise, and always with `in_place`, the old ones end first ('in place'). After a failure beside, the old model
-        serves; after one in place, no model has the name.
+        serves; after one in place, no model has the name, and requests that name none are refused if it was the default.
         """
         return await self._exclusively(self._replace(name, path, in_place))
 

@@ -34,6 +34,7 @@ class Models:
         self.launch, self.options = launch, options
         self._metrics = metrics
         self._hosts: dict[str, ModelHost] = {}
+        self._default: str | None = None
         self._leaving: set[ModelHost] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._has_failed = asyncio.Event()
@@ -47,11 +48,16 @@ class Models:
         return name in self._hosts
 
     def find(self, name: str | None) -> ModelHost:
-        """The model of that name, the first one when none is named; raises ApiError."""
+        """The model of that name, the default one when none is named; raises ApiError."""
         if not self._hosts:
             raise unavailable(NO_MODEL, code="no_model")
         if name is None:
-            return next(iter(self))
+            if self._default is None or self._default not in self._hosts:
+                there = ", ".join(map(repr, self._hosts))
+                raise unavailable(
+                    f"the default model {self._default!r} is not loaded, name another: {there}", code="no_model"
+                )
+            return self._hosts[self._default]
         if name not in self._hosts:
             raise unknown_model(name, list(self._hosts))
         return self._hosts[name]
@@ -86,7 +92,13 @@ class Models:
 
     def add(self, name: str, shard_set: ShardSet) -> None:
         """A model that `run` is to start."""
-        self._hosts[name] = self.make_host(name, shard_set)
+        self._put(self.make_host(name, shard_set))
+
+    def _put(self, host: ModelHost) -> None:
+        """The first model becomes the default one."""
+        if not self._hosts:
+            self._default = host.name
+        self._hosts[host.name] = host
 
     async def run(self, on_stage: OnStage | None = None) -> None:
         """Start the models that were added and watch all there are; raises the error of one that fails for good."""
@@ -109,21 +121,37 @@ class Models:
         hosts = list(self)
         launches = share_out({host.name: host.model.shard_set for host in hosts}, self.launch)
         for host, launch in zip(hosts, launches, strict=True):
-            await host.start(launch, on_stage)
+            try:
+                await host.start(launch, on_stage)
+            except MgtpError as error:
+                raise self._named(host, error) from None
             self.take_in(host)
             log.info("serving %s", host.name)
         self.are_started = True
 
     def take_in(self, host: ModelHost) -> None:
         """Serve a model whose ranks are ready, and hear of it when they fail for good."""
-        self._hosts[host.name] = host
+        self._put(host)
         host.publish()
         assert host.task is not None
         host.task.add_done_callback(lambda task: self._note_end(host, task))
 
     def drop(self, name: str) -> None:
-        """Serve a model no more."""
+        """Serve a model no more. The default one stays it: no other silently answers in its place."""
         self._hosts.pop(name, None)
+
+    def give_up_default(self, name: str) -> None:
+        """When `name` is the default, the model that has been there longest is it now."""
+        if name == self._default:
+            self._default = next(iter(self._hosts), None)
+
+    def _named(self, host: ModelHost, error: MgtpError) -> MgtpError:
+        """An error with its model's name, where there are several."""
+        if len(self._hosts) < 2:
+            return error
+        named = type(error)(f"model {host.name!r}: {error.message}", error.hint)
+        named.exit_code = error.exit_code
+        return named
 
     def _note_end(self, host: ModelHost, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -132,7 +160,7 @@ class Models:
         if host.is_retired and isinstance(error, MgtpError):
             log.warning("%s, whose place is taken: %s", host.name, error)
         else:
-            self._failure = error
+            self._failure = self._named(host, error) if isinstance(error, MgtpError) else error
             self._has_failed.set()
 
     def devices(self, but: ModelHost | None = None) -> list[int]:

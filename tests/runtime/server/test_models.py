@@ -243,6 +243,38 @@ def test_a_replacement_that_fails(server, texts):
     assert server.http.get("/ready").status_code == 200
 
 
+def test_the_default_model_is_never_another_by_accident(server, texts):
+    """After a replacement in place that failed, requests that name none are refused; unloading passes the place on."""
+    fail_while_starting(server, in_place=True)
+    assert served(server) == ["other"]
+    refused = server.post("/v1/completions", SHORT)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "no_model"
+    assert "'main' is not loaded, name another: 'other'" in refused.json()["error"]["message"]
+    assert text_of(server, "other") == texts["other"]
+    admin(server, "load", path="one", model="main")
+    assert text_of(server, None) == texts["main"]
+    admin(server, "unload", model="main")
+    assert text_of(server, None) == texts["other"]
+    admin(server, "load", path="one", model="main")
+    assert text_of(server, None) == texts["other"]
+    admin(server, "unload", model="other")  # as it was found
+    admin(server, "load", path="deep/two", model="other")
+    assert text_of(server, None) == texts["main"] and served(server) == ["main", "other"]
+
+
+def test_a_failure_names_the_model(run_folder, root):
+    """Where there are several."""
+    server = ServerProcess(run_folder, str(root / "one"), "--model", f"other={root / 'deep' / 'two'}")
+    pid = next(
+        pid
+        for pid in rank_pids(run_folder)
+        if b"WORLD_SIZE=2" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )
+    os.kill(pid, signal.SIGKILL)
+    assert server.wait() == 5
+    assert any(re.match(r"error: model 'other': rank . was killed by SIGKILL", line) for line in server.log)
+
+
 def fail_while_starting(server: ServerProcess, *, in_place: bool) -> dict[str, Any]:
     """Replace main, and kill the first rank of its successor as soon as it is there; a second change is refused."""
     before = set(rank_pids(server.folder))
