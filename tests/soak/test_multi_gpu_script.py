@@ -40,7 +40,10 @@ def test_a_part_that_fails_is_noted_and_the_next_one_runs(tmp_path):
     out = tmp_path / "out.json"
     run = script(str(out), "--device", "cpu", "--parts", "probe,large", "--tp-size", "99")
     parts = json.loads(out.read_text())["parts"]
-    assert run.returncode == 1 and all(part["error"] for part in parts.values()), run.stdout
+    assert run.returncode == 1 and list(parts) == ["probe", "large"]
+    assert "99" in parts["probe"]["error"], run.stdout
+    wrong = [check["what"] for check in parts["large"]["checks"] if not check["holds"]]
+    assert wrong == ["probe-memory", "serve", "generate"] and not parts["large"]["error"], run.stdout
 
 
 def test_parts_beyond_the_budget_are_left_out(tmp_path):
