@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +59,29 @@ def mgtp(folder: Path, *arguments: str, code: int | None = 0, **extra: str) -> F
     return Finished(process.returncode, out, err)
 
 
+@contextmanager
+def run_folders() -> Iterator[Path]:
+    """A place for run folders, with a path shorter than pytest's own: those of Unix sockets are limited.
+
+    What was started with it and still runs when the block ends is killed, so that a test that fails leaves nothing.
+    """
+    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as name:
+        try:
+            yield Path(name)
+        finally:
+            for pid in _with_variable(f"TMPDIR={name}"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
 def rank_pids(folder: Path) -> list[int]:
     """Processes whose run folder lies under `folder`."""
-    mark, found = f"MGTP_RUN_FOLDER={folder}".encode(), []
+    return _with_variable(f"MGTP_RUN_FOLDER={folder}")
+
+
+def _with_variable(beginning: str) -> list[int]:
+    """Processes that have an environment variable of which this is the beginning."""
+    mark, found = beginning.encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:

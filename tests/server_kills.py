@@ -6,14 +6,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import httpx
 
-from tests.processes import rank_pids
+from tests.processes import rank_pids, run_folders
 from tests.servers import ServerProcess, wait_for
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGTERM)
@@ -78,8 +76,7 @@ def kill_again_and_again(kills: int, seed: int, shard_set: str) -> None:
     """Kill a random rank in a random way at a random moment, `kills` times, half of the times during the restart."""
     choose = random.Random(seed)
     limit = ("--restart", "on-failure", "--max-restarts", str(10 * kills), "--step-timeout", "20")
-    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as name:
-        folder = Path(name)
+    with run_folders() as folder:
         server = ServerProcess(folder, shard_set, *limit, module="tests.restless_front")
         prompts = ("a", "bc", "def")
         expected = {p: server.complete(**request(p))["choices"][0]["text"] for p in prompts}

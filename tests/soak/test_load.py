@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.processes import rank_pids
+from tests.processes import rank_pids, run_folders
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.soak
@@ -27,8 +25,8 @@ NUM_REQUESTS = 1500
 def server(tiny_checkpoint, sharded) -> Iterator[ServerProcess]:
     """A cache so small that all of it has been touched before memory is first measured."""
     limits = ("--max-num-seqs", "16", "--kv-cache-memory", "2MiB", "--max-model-len", "1024", "--max-queue", "4096")
-    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
-        running = ServerProcess(Path(folder), sharded(tiny_checkpoint("long32k"), 2), *limits)
+    with run_folders() as folder:
+        running = ServerProcess(folder, sharded(tiny_checkpoint("long32k"), 2), *limits)
         yield running
         assert running.stop() == 0, running.log
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 
+from tests.processes import run_folders
 from tests.servers import ServerProcess
 
 MODEL = "tiny"
@@ -18,9 +18,9 @@ MODEL = "tiny"
 
 @pytest.fixture
 def run_folder() -> Iterator[Path]:
-    """Shorter than pytest's own: the paths of Unix sockets are limited."""
-    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
-        yield Path(folder)
+    """A place for run folders of one test."""
+    with run_folders() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +43,9 @@ def reference(served_checkpoint) -> tuple[list[int], list[int]]:
 @pytest.fixture(scope="session")
 def server(served_checkpoint, sharded) -> Iterator[ServerProcess]:
     """A running server at tp 2; every test finds it idle and leaves it so."""
-    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+    with run_folders() as folder:
         running = ServerProcess(
-            Path(folder), sharded(served_checkpoint, 2), "--served-model-name", MODEL, "--max-num-seqs", "8"
+            folder, sharded(served_checkpoint, 2), "--served-model-name", MODEL, "--max-num-seqs", "8"
         )
         yield running
         assert running.stop() == 0, running.log
