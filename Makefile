@@ -31,6 +31,7 @@ test: models ## run the test suite
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 soak: models ## run the long tests
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]' --config-settings editable_mode=strict
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, pyright, and the shell scripts

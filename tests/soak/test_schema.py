@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
+from tests.processes import run_folders
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.soak
@@ -20,10 +19,10 @@ EXAMPLES = 200  # a path and phase
 @pytest.mark.timeout(1800)
 def test_schemathesis_finds_no_server_error(tiny_checkpoint, sharded):
     if importlib.util.find_spec("schemathesis") is None:
-        pytest.skip("schemathesis is not installed (pip install schemathesis)")
+        pytest.skip("schemathesis is not installed (pip install 'mgtp[soak]')")
     limits = ("--max-model-len", "64", "--request-timeout", "20")
-    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
-        server = ServerProcess(Path(folder), sharded(tiny_checkpoint("base"), 1), *limits)
+    with run_folders() as folder:
+        server = ServerProcess(folder, sharded(tiny_checkpoint("base"), 1), *limits)
         checks = "not_a_server_error,response_schema_conformance,content_type_conformance,status_code_conformance"
         options = ["--checks", checks, "--max-examples", str(EXAMPLES), "--seed", "1", "--no-color"]
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *options]
