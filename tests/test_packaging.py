@@ -169,7 +169,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     """Guards against a package that is there only because the tests, or another package, need it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in project["dependencies"]}
-    come_with = {"triton": "torch", "starlette": "fastapi"}
+    come_with = {"triton": "torch", "starlette": "fastapi", "h11": "uvicorn"}
     names = {"pyzmq": "zmq"}
     known = sys.stdlib_module_names | {names.get(name, name) for name in declared} | {"mgtp"}
     known |= {name for name, owner in come_with.items() if owner in declared}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -24,7 +25,12 @@ BODY_SECONDS = 60.0
 """How long a client may take to send its body."""
 
 DISCARD_BYTES = 64 << 20
-"""How much of a body beyond the limit is read and thrown away."""
+"""How much of a body that has been refused is read and thrown away."""
+
+GONE = 499
+"""What the log and the metrics say of a client that did not wait for its answer; nobody is told."""
+
+_CLOSE = {"Connection": "close"}
 
 OPEN_PATHS = ("/", "/health", "/ready", "/metrics")
 """Without a key: probes and scrapers have none, and the page asks for it."""
@@ -51,7 +57,9 @@ class Gate:
         try:
             await self._enter(scope, receive, watched_send)
         except ClientGone:
-            note["gone"] = True
+            status = GONE
+        except _TooLarge as error:
+            await _answer_early(error, receive, watched_send)
         except ApiError as error:
             await error.response()(scope, receive, watched_send)
         except Exception as error:  # a fault of ours: one line, and the server goes on
@@ -65,7 +73,7 @@ class Gate:
         headers = dict(scope["headers"])
         if self._options.api_key is not None and scope["path"] not in OPEN_PATHS:
             _check_key(headers.get(b"authorization", b""), self._options.api_key)
-        body = await self._read_body(receive)
+        body = await self._read_body(receive, int(headers.get(b"content-length", b"0")))
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -73,34 +81,29 @@ class Gate:
 
         await self._app(scope, replay, send)
 
-    async def _read_body(self, receive: Receive) -> bytes:
-        """The whole body; raises ApiError when it is too large or takes too long."""
-        limit = self._options.max_body_bytes
-        parts, size = [], 0
+    async def _read_body(self, receive: Receive, announced: int) -> bytes:
+        """The whole body; raises ApiError when it is, or says that it will be, too large, and when it takes too long."""
+        limit, size, parts = self._options.max_body_bytes, 0, []
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
+                    if max(size, announced) > limit:
+                        raise _TooLarge(413, f"the body is larger than {limit} bytes", headers=_CLOSE)
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size <= limit:
-                        parts.append(part)
-                    is_last = not message.get("more_body")
-                    # A client that is still sending would not see the answer: hear it out, within bounds.
-                    if size > limit and (is_last or size > limit + DISCARD_BYTES):
-                        raise ApiError(413, f"the body is larger than {limit} bytes", headers={"Connection": "close"})
-                    if is_last:
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if not message.get("more_body") and size <= limit:
                         return b"".join(parts)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", headers=_CLOSE) from None
 
     def _log(self, scope: Scope, status: int, seconds: float, note: dict[str, Any]) -> None:
         """One line a request, and its place in the metrics."""
         known = scope.get("route") is not None or scope["path"] in OPEN_PATHS
         path = getattr(scope.get("route"), "path", scope["path"]) if known else "other"
-        self._metrics.requests.labels(path, "gone" if note.get("gone") else str(status)).inc()
+        self._metrics.requests.labels(path, str(status)).inc()
         fields: dict[str, Any] = {
             "client": ":".join(map(str, scope["client"] or ())),
             "method": scope["method"],
@@ -112,8 +115,6 @@ class Gate:
             generation = note["generation"]
             fields |= {"id": note["id"], "prompt_tokens": note["prompt_tokens"]}
             fields |= {"completion_tokens": generation.num_tokens, "finish": ",".join(generation.reasons)}
-        if note.get("gone"):
-            fields["gone"] = True
         error = note.get("error")
         if error is not None:
             fields["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -122,6 +123,24 @@ class Gate:
         level = logging.ERROR if unexpected else logging.DEBUG if quiet else logging.INFO
         text = " ".join(f"{k}={json.dumps(v) if isinstance(v, str) and ' ' in v else v}" for k, v in fields.items())
         log.log(level, "request %s", text, extra={"fields": fields}, exc_info=error if log.isEnabledFor(10) else None)
+
+
+class _TooLarge(ApiError):
+    """The body is refused; the client may still be sending it."""
+
+
+async def _answer_early(error: ApiError, receive: Receive, send: Send) -> None:
+    """Answer at once, then hear the client out, within bounds: many look for an answer only when they have sent all."""
+    response = error.response()
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    left, more = DISCARD_BYTES, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            while more and left > 0:
+                message = await receive()
+                more, left = message.get("more_body", False), left - len(message.get("body", b""))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _check_key(header: bytes, key: str) -> None:

@@ -9,6 +9,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import cast
 
 import uvicorn
 
@@ -16,6 +18,7 @@ from ...shardplan.errors import MgtpError
 from ...shardplan.shard_set import ShardSet
 from ..launch.start import LaunchOptions
 from .app import Server, build_app
+from .connections import Connection, Notices, allow_connections, notice_dead_peers, watch_accepting
 from .errors import unavailable
 from .metrics import Metrics
 from .models import Models
@@ -38,6 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(info[0], info[1])
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        notice_dead_peers(sock)
         sock.bind(info[4])
         sock.listen(2048)
     except OSError as error:
@@ -66,12 +70,14 @@ class Life:
         for name, shard_set in sets.items():
             self.models.add(name, shard_set)
         self.server = Server(self.models, options, metrics)
+        self._notices = Notices()
         self._http = _Http(self._http_config())
         self._exit_code = 0
 
     def _http_config(self) -> uvicorn.Config:
         return uvicorn.Config(
             build_app(self.server),
+            http=cast("type[asyncio.Protocol]", partial(Connection, allow_connections(), self._notices)),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -84,6 +90,7 @@ class Life:
     async def run(self, on_stage: Callable[[int, str], None] | None = None) -> int:
         """Serve until a signal has been handled; the exit code. Raises MgtpError when ranks do not start or one fails."""
         loop = asyncio.get_running_loop()
+        watch_accepting(loop, self._notices)
         self._asked, self._hurried = asyncio.Event(), asyncio.Event()
         for number in (n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN):  # nohup ignores SIGHUP
             loop.add_signal_handler(number, self._on_signal, number)

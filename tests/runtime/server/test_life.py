@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from tests.processes import mgtp, rank_pid
+from tests.processes import mgtp, rank_pid, run_folders
 from tests.servers import ServerProcess, wait_for
 
 LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0}
@@ -21,6 +21,15 @@ LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0
 @pytest.fixture
 def shard_set(served_checkpoint, sharded):
     return sharded(served_checkpoint, 2)
+
+
+def ask(server: ServerProcess, body: dict) -> socket.socket:
+    """A connection over which a completion has been asked for."""
+    address, content = httpx.URL(server.url), json.dumps(body).encode()
+    connection = socket.create_connection((address.host, address.port or 0), 10)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+    connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+    return connection
 
 
 def test_clients_that_go_away_free_their_blocks(server):
@@ -33,18 +42,27 @@ def test_clients_that_go_away_free_their_blocks(server):
         )
     )
     thread.start()
-    address = httpx.URL(server.url)
     for index in range(50):
-        body = json.dumps({**LONG, "stream": index % 2 == 0}).encode()
-        with socket.create_connection((address.host, address.port), 10) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        with ask(server, {**LONG, "stream": index % 2 == 0}) as connection:
             if index % 2 == 0:
                 assert b"200 OK" in connection.recv(100)
     thread.join(60)
     assert beside == [expected]
     server.wait_until_idle()
     assert server.http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_is_no_fault_of_ours(server, is_stream):
+    """The log says 499, as nginx does, and so do the metrics; whether or not the answer had begun."""
+    before, line = len(server.log), "path=/v1/completions status=499"
+    name = 'mgtp_requests_total{path="/v1/completions",status="499"}'
+    with ask(server, {**LONG, "stream": is_stream}):
+        wait_for(lambda: server.metric('mgtp_sequences{state="running"}') or None, 10)
+    wait_for(lambda: any(line in each for each in server.log[before:]) or None, 10)
+    assert server.metric(name) > 0
+    assert not any("status=500" in each for each in server.log[before:])
+    server.wait_until_idle()
 
 
 def test_a_path_cannot_forge_lines_of_the_log(server):
@@ -73,16 +91,12 @@ def test_many_streams_at_once(server):
 @pytest.fixture(scope="module")
 def small(served_checkpoint, sharded, tmp_path_factory):
     """Room for one sequence and one that waits, half a second each, behind a key; its log is JSON."""
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+    with run_folders() as folder:
         limits = ("--max-num-seqs", "1", "--max-queue", "1", "--request-timeout", "1", "--drain-timeout", "0.3")
         form = ("--log-format", "json")
-        small = ServerProcess(Path(folder), sharded(served_checkpoint, 2), *limits, *form, MGTP_API_KEY="secret")
+        small = ServerProcess(folder, sharded(served_checkpoint, 2), *limits, *form, MGTP_API_KEY="secret")
         small.http.headers["authorization"] = "Bearer secret"
-        yield small
-        small.process.kill()  # the last test has ended it
+        yield small  # the last test ends it
 
 
 def test_key(small):
@@ -174,7 +188,8 @@ def test_signals_while_a_stream_would_go_on(run_folder, shard_set):
     """A second SIGTERM does not wait for anything."""
     server = ServerProcess(run_folder, shard_set)
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # which would close the connection when it goes
+        next(lines)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for_line("draining")
         begin = time.monotonic()
