@@ -140,6 +140,7 @@ def serve(
     from ..runtime.launch.node import run_node
     from ..runtime.launch.start import check_sizes
     from ..runtime.server.life import bind
+    from ..runtime.server.model import check_name
     from ..runtime.server.options import ServerOptions
     from .console import log_in_background, set_up_logging
 
@@ -163,6 +164,8 @@ def serve(
         os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory
     )
     others = _named_folders(model or (), name)
+    for each in (name, *others):
+        check_name(each)
     if nnodes > 1 or node_rank is not None or rendezvous is not None:
         one_node_only = {"cp_size": cp_size > 1, "model": model, "admin": admin, "dtype": dtype, "revision": revision}
         one_node_only |= {"dummy_weights": dummy_weights}

@@ -20,7 +20,6 @@ from .errors import ApiError, Replaced, on_error, on_http_exception, on_invalid,
 from .gate import Gate, json_response
 from .host import ModelHost
 from .metrics import Metrics
-from .model import off_loop
 from .models import Models
 from .options import ServerOptions
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -113,7 +112,7 @@ def _add_model(app: FastAPI, server: Server) -> None:
         if body.messages is not None:
             ids = await prompts.read_conversation(model, body.messages, None, None)
         else:
-            ids = await model.encode(body.prompt or "", body.add_special_tokens)
+            (ids,) = await model.encode([body.prompt or ""], "prompt", body.add_special_tokens)
         length = model.max_model_len
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": length})
 
@@ -128,7 +127,7 @@ def _add_model(app: FastAPI, server: Server) -> None:
         tokenizer = model.tokenizer
         if not tokenizer.has_text:
             raise ApiError(400, "this model has no tokenizer", param="tokens")
-        text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await model.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         return json_response({"prompt": text})
 
 

@@ -44,11 +44,13 @@ async def read_completion(
     scores = bool(body.echo) and body.logprobs is not None
     if scores:
         options = msgspec.structs.replace(options, prompt_logprobs=body.logprobs)
-    ids = await prompts.read_prompts(model, body.prompt)
+    ids = await prompts.read_prompts(model, body.prompt, max(1, (limits.max_num_seqs + limits.max_queue) // n))
     for prompt in ids:
         # Without a value, the answer is as long as there is room for.
         prompts.check_prompt(prompt, max_tokens if body.max_tokens is not None else 1, model)
-    echoes = [model.tokenizer.decode(prompt) for prompt in ids] if body.echo and model.tokenizer.has_text else None
+    echoes = None
+    if body.echo and model.tokenizer.has_text:
+        echoes = await model.off_loop(sum(map(len, ids)), lambda: [model.tokenizer.decode(prompt) for prompt in ids])
     form = CompletionForm(model, ids, n, body.logprobs is not None, bool(body.return_token_ids), echoes, scores)
     if max_tokens == 0 and not scores:
         return Asked(form, [])

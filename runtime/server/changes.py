@@ -12,13 +12,14 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...shardplan.errors import CheckpointError
+from ...shardplan.errors import CheckpointError, UsageError
 from ...shardplan.shard_set import ShardSet
 from ..launch.device_memory import HOST, free_bytes, host_free_bytes, total_bytes
 from ..launch.room import check_room, has_full_room, launch_for, needs
 from ..launch.start import LaunchOptions
-from .errors import ApiError, unavailable
+from .errors import ApiError, unavailable, usage_error
 from .host import ModelHost
+from .model import check_name
 from .models import Models
 
 log = logging.getLogger("mgtp.server")
@@ -40,6 +41,10 @@ class Changes:
         return await self._exclusively(self._load(name, path))
 
     async def _load(self, name: str, path: Path) -> ModelHost:
+        try:
+            check_name(name)
+        except UsageError as error:
+            raise usage_error(error, "model") from None
         if name in self._models:
             raise ApiError(409, f"model {name[:100]!r} is served already: use /admin/replace", param="model")
         host = await self._open(name, path)

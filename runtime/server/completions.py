@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from .bodies import read_chat, read_completion, unanswered
 from .errors import ApiError
 from .forms import CompletionForm, Form
-from .generation import Answer, Generation, merge
+from .generation import Answer, Generation, Piece, merge
 from .protocol import ChatRequest, CompletionRequest, Sampling
 from .streaming import EventStream, encode, unless_gone
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 async def complete(server: Server, host: ModelHost, http: HttpRequest, body: CompletionRequest) -> Response:
     """Answer /v1/completions."""
-    asked = await read_completion(host.model, server.options, body)
+    asked = await unless_gone(http.receive, read_completion(host.model, server.options, body))
     if not asked.answers:
         assert isinstance(asked.form, CompletionForm)
         return await _nothing(server, host, body, asked.form)
@@ -31,7 +31,7 @@ async def complete(server: Server, host: ModelHost, http: HttpRequest, body: Com
 
 async def chat(server: Server, host: ModelHost, http: HttpRequest, body: ChatRequest) -> Response:
     """Answer /v1/chat/completions."""
-    asked = await read_chat(host.model, server.options, body)
+    asked = await unless_gone(http.receive, read_chat(host.model, server.options, body))
     return await _respond(server, host, http, body, asked.form, asked.answers)
 
 
@@ -54,22 +54,27 @@ async def _respond(
         pieces = await unless_gone(http.receive, _collect(generation))
     finally:
         generation.close()
-    return _json(form.whole(merge(pieces, len(answers)), generation.num_tokens))
+    tokens = generation.num_tokens
+    size = prompt_tokens + tokens
+    content = await form.model.off_loop(size, lambda: encode(form.whole(merge(pieces, len(answers)), tokens)))
+    return Response(content, media_type="application/json")
 
 
-async def _events(form: Form, generation: Generation, with_usage: bool) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(form: Form, generation: Generation, with_usage: bool) -> AsyncGenerator[list[dict[str, Any]], None]:
     """The documents of a stream; with usage, all of them have the field and the last one has the numbers."""
-    for event in form.opening():
-        yield {**event, "usage": None} if with_usage else event
-    async for piece in generation:
-        for event in form.events(piece):
-            yield {**event, "usage": None} if with_usage else event
+    no_usage = {"usage": None} if with_usage else {}
+    yield [event | no_usage for event in form.opening()]
+    async for pieces in generation:
+        # Log-probabilities of a long prompt take a while to write down.
+        size = sum(len(piece.prompt) for piece in pieces if piece.prompt is not None)
+        events = await form.model.off_loop(size, lambda: [event for piece in pieces for event in form.events(piece)])  # noqa: B023
+        yield [event | no_usage for event in events]
     if with_usage:
-        yield {**form.chunk([]), "usage": form.usage(generation.num_tokens)}
+        yield [form.chunk([]) | {"usage": form.usage(generation.num_tokens)}]
 
 
-async def _collect(generation: Generation) -> list[Any]:
-    return [piece async for piece in generation]
+async def _collect(generation: Generation) -> list[Piece]:
+    return [piece async for pieces in generation for piece in pieces]
 
 
 async def _nothing(server: Server, host: ModelHost, body: CompletionRequest, form: CompletionForm) -> Response:
@@ -78,16 +83,11 @@ async def _nothing(server: Server, host: ModelHost, body: CompletionRequest, for
     _ = host.client
     answers = unanswered(form)
     if not body.stream:
-        return _json(form.whole(answers, 0))
+        return Response(encode(form.whole(answers, 0)), media_type="application/json")
 
-    async def events() -> AsyncGenerator[dict[str, Any], None]:
-        for event in (*form.opening(), *(e for answer in answers for e in form.events(answer))):
-            yield event
+    async def events() -> AsyncGenerator[list[dict[str, Any]], None]:
+        yield [*form.opening(), *(event for answer in answers for event in form.events(answer))]
         if body.stream_options and body.stream_options.include_usage:
-            yield {**form.chunk([]), "usage": form.usage(0)}
+            yield [form.chunk([]) | {"usage": form.usage(0)}]
 
     return EventStream(events(), lambda: None)
-
-
-def _json(document: Any) -> Response:
-    return Response(encode(document), media_type="application/json")

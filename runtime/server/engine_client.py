@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from ...shardplan.errors import RankError
@@ -29,19 +28,20 @@ IDLE = Stats(0, 0, 0, 0, 0, 0, 0, [], [])
 
 
 class Ticket:
-    """The sequences of one HTTP request. Iterate over (index, token); leave `close` to end what is unfinished."""
+    """The sequences of one HTTP request. Iterate over what has come, each time a list of (index, token); leave `close` to
+    end what is unfinished."""
 
     def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
         self._client = client
         self._index = {request.id: index for index, request in enumerate(requests)}
-        self._arrived: deque[tuple[int, TokenOutput]] = deque()
+        self._arrived: list[tuple[int, TokenOutput]] = []
         self._error: ApiError | None = None
         self._wake: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Ticket:
         return self
 
-    async def __anext__(self) -> tuple[int, TokenOutput]:
+    async def __anext__(self) -> list[tuple[int, TokenOutput]]:
         while not self._arrived:
             if self._error is not None:
                 raise self._error
@@ -49,7 +49,8 @@ class Ticket:
                 raise StopAsyncIteration
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        return self._arrived.popleft()
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def put(self, output: TokenOutput) -> None:
         """A token from the leader."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..messages import Request, TokenLogprobs, TokenOutput
@@ -37,6 +37,11 @@ class Piece:
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
     prompt: list[TokenLogprobs] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say yet."""
+        return not (self.text or self.entries or self.token_ids or self.finish_reason) and self.prompt is None
 
 
 class Answer:
@@ -121,20 +126,29 @@ class Generation:
         """How the answers have ended."""
         return [reason or "aborted" for reason in self._reasons]
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """Pieces of all answers, the last one of each with its finish_reason. Raises ApiError when the request fails."""
-        async for index, output in self._ticket:
-            answer = self._answers[index]
-            if self._reasons[index] is not None:
-                continue  # a stop string has ended it; its last tokens were on their way
-            self._observe(answer)
-            piece = answer.take(output)
-            if piece.finish_reason is not None:
-                self._reasons[index] = piece.finish_reason
-                if output.finish_reason is None:
-                    self._ticket.finish(index)
-            if piece.text or piece.entries or piece.token_ids or piece.finish_reason or piece.prompt is not None:
-                yield piece
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        """Pieces as they come, of all answers, the last one of each with its finish_reason; at most one of each at once.
+
+        Raises ApiError when the request fails.
+        """
+        async for arrived in self._ticket:
+            pieces: dict[int, list[Piece]] = {}
+            for index, output in arrived:
+                if self._reasons[index] is None:  # else a stop string has ended it; its last tokens were on their way
+                    pieces.setdefault(index, []).append(self._take(index, output))
+            said = [piece for parts in pieces.values() if not (piece := join(parts)).is_empty]
+            if said:
+                yield said
+
+    def _take(self, index: int, output: TokenOutput) -> Piece:
+        answer = self._answers[index]
+        self._observe(answer)
+        piece = answer.take(output)
+        if piece.finish_reason is not None:
+            self._reasons[index] = piece.finish_reason
+            if output.finish_reason is None:
+                self._ticket.finish(index)
+        return piece
 
     def close(self) -> None:
         """End what is unfinished and count what there was; a second time does nothing."""
@@ -157,14 +171,23 @@ class Generation:
         answer.last_seconds = now
 
 
-def merge(pieces: Sequence[Piece], count: int) -> list[Piece]:
+def join(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of one answer that follow each other, as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Piece(
+        pieces[0].index,
+        "".join(piece.text for piece in pieces),
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        [entry for piece in pieces for entry in piece.entries],
+        next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason is not None), None),
+        next((piece.prompt for piece in pieces if piece.prompt is not None), None),
+    )
+
+
+def merge(pieces: Iterable[Piece], count: int) -> list[Piece]:
     """The pieces of `count` answers, joined to one each."""
-    merged = [Piece(index) for index in range(count)]
+    parts = [[Piece(index)] for index in range(count)]
     for piece in pieces:
-        whole = merged[piece.index]
-        whole.text += piece.text
-        whole.token_ids += piece.token_ids
-        whole.entries += piece.entries
-        whole.finish_reason = piece.finish_reason or whole.finish_reason
-        whole.prompt = piece.prompt if piece.prompt is not None else whole.prompt
-    return merged
+        parts[piece.index].append(piece)
+    return [join(each) for each in parts]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...shardplan.errors import UsageError
 from ...shardplan.shard_set import ShardSet
 from ..generation_defaults import generation_defaults
 from ..grammar_tokenizer import load_tokenizer
@@ -21,8 +23,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LONG_TEXT = 1 << 14
-"""Characters beyond which tokenising is left to another thread, so that streams go on."""
+_LONG_TEXT = 1 << 12
+"""Characters, or tokens, beyond which work on them is left to another thread, so that streams go on."""
+
+_THREADS = 4
+"""For long texts of one model: more of them wait, while short ones are done at once."""
+
+MAX_NAME_CHARACTERS = 200
 
 
 @dataclass
@@ -37,9 +44,11 @@ class ServedModel:
     defaults: dict[str, Any] = field(init=False)
     eos_ids: list[int] = field(init=False)
     ready: list[Ready] = field(default_factory=list)
+    threads: ThreadPoolExecutor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         folder = self.shard_set.path
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
         self.tokenizer = Tokenizer.load(folder, self.shard_set.config)
         self.template = ChatTemplate.load(folder)
         self.defaults = generation_defaults(folder)
@@ -69,13 +78,38 @@ class ServedModel:
         """The tokenizer for checking grammars, made on first use; raises UsageError where the model's cannot be used."""
         return load_tokenizer(self.shard_set.files.get("tokenizer.json"), self.vocab_size, self.eos_ids)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
-        if not self.tokenizer.has_text:
-            raise ApiError(400, "this model has no tokenizer: send token ids", param="prompt")
-        return await off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+    async def encode(self, texts: list[str], param: str, add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of texts, each of which must fit the context; raises ApiError at once for one that cannot."""
+        if texts and not self.tokenizer.has_text:
+            raise ApiError(400, "this model has no tokenizer: send token ids", param=param)
+        for text in texts:
+            if len(text) > _LONG_TEXT:
+                self._check_length(text, param)
+        size = sum(map(len, texts))
+        return await self.off_loop(size, lambda: [self.tokenizer.encode(text, add_special_tokens) for text in texts])
+
+    def _check_length(self, text: str, param: str) -> None:
+        longest = self.tokenizer.longest_text(self.max_model_len)
+        if longest is not None and len(text) > longest:
+            raise ApiError(
+                400,
+                f"{len(text)} characters exceed the context of {self.max_model_len} tokens, "
+                f"which stand for {longest} characters at most",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """`work()`, in another thread when its input, of `size` characters or tokens, is long."""
+        if size <= _LONG_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """`work()`, in another thread when its input is long."""
-    return await asyncio.to_thread(work) if size > _LONG_TEXT else work()
+def check_name(name: str) -> None:
+    """Raise UsageError for what cannot be a model's name: it stands in URLs, logs and metrics."""
+    if not (name.isprintable() and 0 < len(name) <= MAX_NAME_CHARACTERS):
+        raise UsageError(
+            f"the model's name {name[:50]!r} is not printable, or not 1 to {MAX_NAME_CHARACTERS} characters long",
+            "choose another name",
+        )

@@ -9,11 +9,14 @@ from ...shardplan.errors import UsageError
 from ..messages import Request
 from ..sampling_params import SamplingParams
 from .errors import ApiError, usage_error
-from .model import ServedModel, off_loop
+from .model import ServedModel
 from .options import ServerOptions
 from .protocol import ChatRequest, Message, Sampling
 
 MAX_STOP_CHARACTERS = 1024
+
+_MESSAGE_CHARACTERS = 64
+"""What a template writes around a message takes time too."""
 
 _OPTIONS = (
     "temperature",
@@ -29,41 +32,42 @@ _OPTIONS = (
 _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "self")
 
 
-async def read_prompts(model: ServedModel, prompt: Any) -> list[list[int]]:
-    """The ids of every prompt of a completion request: text, ids, or a list of either."""
+async def read_prompts(model: ServedModel, prompt: Any, most: int) -> list[list[int]]:
+    """The ids of every prompt of a completion request: text, ids, or a list of either, of no more than `most`."""
     if prompt is None:
         raise ApiError(400, "parameter 'prompt' is missing", param="prompt")
     single = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_int(prompt[0]))
     prompts = [prompt] if single else prompt
     if not isinstance(prompts, list) or not prompts:
         raise ApiError(400, "prompt must be text, token ids, or a list of either, and not empty", param="prompt")
-    return [await _read_prompt(model, each) for each in prompts]
-
-
-async def _read_prompt(model: ServedModel, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return await model.encode(prompt)
-    if isinstance(prompt, list) and all(map(_is_int, prompt)):
-        return prompt
-    raise ApiError(400, "prompt must be text, token ids, or a list of either, not mixed", param="prompt")
+    if len(prompts) > most:
+        raise ApiError(400, f"{len(prompts)} prompts at once, the server takes {most}", param="prompt")
+    for each in prompts:
+        if not isinstance(each, str) and not (isinstance(each, list) and {int}.issuperset(map(type, each))):
+            raise ApiError(400, "prompt must be text, token ids, or a list of either, not mixed", param="prompt")
+    texts = iter(await model.encode([each for each in prompts if isinstance(each, str)], "prompt"))
+    return [next(texts) if isinstance(each, str) else each for each in prompts]
 
 
 async def read_conversation(
     model: ServedModel, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any] | None
 ) -> list[int]:
     """The ids of a conversation, through the model's chat template."""
-    plain = [_plain_message(message) for message in messages]
+    plain = [_plain_message(message, index) for index, message in enumerate(messages)]
     variables = variables or {}
     for name in _RESERVED_VARIABLES:
         if name in variables:
             raise ApiError(400, f"chat_template_kwargs cannot set {name!r}", param="chat_template_kwargs")
-    size = sum(len(m["content"] or "") for m in plain)
-    text = await off_loop(size, lambda: model.template.render(plain, True, tools, **variables))
-    return await model.encode(text, add_special_tokens=False)
+    size = sum(_MESSAGE_CHARACTERS + len(m["content"] or "") for m in plain)
+    text = await model.off_loop(size, lambda: model.template.render(plain, True, tools, **variables))
+    return (await model.encode([text], "messages", add_special_tokens=False))[0]
 
 
-def _plain_message(message: Message) -> dict[str, Any]:
+def _plain_message(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it: content as one text, arguments of tool calls as objects."""
+    if message.content is None and not (message.role == "assistant" and message.model_extra):
+        name = f"messages.{index}.content"
+        raise ApiError(400, f"{name} is missing: only an assistant that calls tools may say nothing", param=name)
     fields = {"role": message.role, "content": _text(message.content), **(message.model_extra or {})}
     calls = fields.get("tool_calls")
     if isinstance(calls, list):
@@ -97,10 +101,6 @@ def check_prompt(ids: list[int], wanted: int, model: ServedModel) -> None:
     """Raise ApiError for a prompt that is empty, has unknown ids, or leaves no room for `wanted` tokens."""
     if not ids:
         raise ApiError(400, "the prompt has no tokens", param="prompt")
-    bad = next((i for i in ids if not 0 <= i < model.vocab_size), None)
-    if bad is not None:
-        shown = bad if abs(bad) < 1 << 63 else "a huge number"
-        raise ApiError(400, f"token id {shown} is outside the vocabulary, 0 to {model.vocab_size - 1}", param="prompt")
     context = model.max_model_len
     if len(ids) + wanted > context:
         more = f" and {wanted} to generate" if wanted > 1 else ""
@@ -110,6 +110,10 @@ def check_prompt(ids: list[int], wanted: int, model: ServedModel) -> None:
             param="max_tokens" if len(ids) < context else "prompt",
             code="context_length_exceeded",
         )
+    bad = next((i for i in ids if not 0 <= i < model.vocab_size), None)
+    if bad is not None:
+        shown = bad if abs(bad) < 1 << 63 else "a huge number"
+        raise ApiError(400, f"token id {shown} is outside the vocabulary, 0 to {model.vocab_size - 1}", param="prompt")
 
 
 def read_options(body: Sampling, model: ServedModel, limits: ServerOptions, logprobs: int | None) -> SamplingParams:

@@ -27,6 +27,10 @@ Prompt = Annotated[
 """Checked by prompts.py: a union would try every branch on every element."""
 
 
+MAX_MESSAGES, MAX_TOOLS = 16384, 1024
+"""Far more than any conversation has; reading a body full of empty ones would hold up all other requests."""
+
+
 class Body(BaseModel):
     """A request's body."""
 
@@ -135,11 +139,11 @@ class ToolChoice(Body):
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)]
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted; the model decides how many calls it makes.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
@@ -150,7 +154,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
 
 

@@ -50,11 +50,14 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: a JSON document each, `[DONE]` last, or an error event where the stream breaks."""
+    """Server-sent events: a JSON document each, `[DONE]` last, or an error event where the stream breaks.
+
+    Documents that come together are sent together.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, documents: AsyncGenerator[Any, None], close: Callable[[], None]) -> None:
+    def __init__(self, documents: AsyncGenerator[list[Any], None], close: Callable[[], None]) -> None:
         """`close` is called when the stream has ended, however it did, even before it began."""
         super().__init__()
         self._documents, self._close = documents, close
@@ -69,14 +72,19 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             async with aclosing(self._documents):
-                async for document in self._documents:
-                    await _send_event(send, encode(document))
-            await _send_event(send, b"[DONE]")
+                async for documents in self._documents:
+                    if documents:
+                        await _send(send, b"".join(map(_event, documents)))
+            await _send(send, b"data: [DONE]\n\n")
         except Exception as error:
             scope.setdefault("mgtp", {})["error"] = error
-            await _send_event(send, encode(as_api_error(error).document()))
+            await _send(send, _event(as_api_error(error).document()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, content: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + content + b"\n\n", "more_body": True})
+def _event(document: Any) -> bytes:
+    return b"data: " + encode(document) + b"\n\n"
+
+
+async def _send(send: Send, content: bytes) -> None:
+    await send({"type": "http.response.body", "body": content, "more_body": True})

@@ -25,7 +25,7 @@ async def read_format(model: ServedModel, form: ResponseFormat | None) -> str | 
 
 async def schema_grammar(model: ServedModel, schema: dict[str, Any], param: str) -> str:
     """The grammar of JSON that a schema accepts; raises ApiError when it cannot be followed."""
-    return await asyncio.to_thread(_check, model, schema, param)
+    return await asyncio.get_running_loop().run_in_executor(model.threads, _check, model, schema, param)
 
 
 def _check(model: ServedModel, schema: dict[str, Any], param: str) -> str:

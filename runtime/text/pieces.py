@@ -26,6 +26,9 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF = _byte_alphabet()
 
+BYTE_LETTERS = tuple(_BYTE_OF)
+"""How a byte-level vocabulary spells the 256 bytes."""
+
 
 @dataclass(frozen=True)
 class PieceRules:

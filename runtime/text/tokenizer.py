@@ -79,11 +79,25 @@ class Tokenizer:
                 f"the text holds U+{ord(text[error.start]):04X}, half of a surrogate pair, at character {error.start}",
                 "send well-formed Unicode",
             ) from None
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._encode(text, add_special_tokens)
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
-            plain = self.backend.encode(text, add_special_tokens=False).ids
+            plain = self._encode(text, False)
             return ids[1:] if ids[1 : 1 + len(plain)] == plain else ids  # else both are the text's own
         return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Of one text `encode` would do, but it holds the interpreter's lock: nothing else could run meanwhile.
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def longest_text(self, num_tokens: int) -> int | None:
+        """Characters that so many tokens can stand for at most; None where that is not known."""
+        return None if self._characters_per_token is None else num_tokens * self._characters_per_token
+
+    @cached_property
+    def _characters_per_token(self) -> int | None:
+        from .longest import characters_per_token
+
+        return characters_per_token(self.backend)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continues_text: bool = False) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD, one for each incomplete character.

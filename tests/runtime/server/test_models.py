@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import mgtp, rank_pids
+from tests.processes import mgtp, rank_pids, run_folders
 from tests.servers import ServerProcess, wait_for
 
 LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0}
@@ -48,13 +47,11 @@ def root(served_checkpoint, tiny_checkpoint, sharded, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(root) -> Iterator[ServerProcess]:
     """Serves 'main' (set one) and 'other' (set two); every test finds it so, and leaves it so."""
-    with tempfile.TemporaryDirectory(prefix="mgtp-test-") as folder:
+    with run_folders() as folder:
         limits = ("--request-timeout", "6", "--drain-timeout", "0.3", "--max-num-seqs", "8")
         models = ("--served-model-name", "main", "--model", f"other={root / 'deep' / 'two'}")
         admin = ("--admin", "--model-root", str(root))
-        server = ServerProcess(
-            Path(folder), str(root / "one"), *limits, *models, *admin, wait=False, MGTP_API_KEY="secret"
-        )
+        server = ServerProcess(folder, str(root / "one"), *limits, *models, *admin, wait=False, MGTP_API_KEY="secret")
         server.http.headers["authorization"] = "Bearer secret"
         server.wait_until_ready()
         yield server
@@ -169,6 +166,14 @@ def test_paths_stay_below_the_root(server, root):
         assert "no folder" in admin(server, "load", 404, path=path)["message"], path
     assert "not a shard set" in admin(server, "load", 400, path="empty")["message"]
     assert rank_pids(server.folder) == before
+    assert served(server) == ["main", "other"]
+
+
+def test_names_can_be_printed(server):
+    """They stand in URLs, logs and metrics."""
+    for name in ("a\nb", "\x1b[31m", "x" * 201, ""):
+        error = admin(server, "load", 400, path="inside", model=name)
+        assert error["param"] == "model" and "\n" not in error["message"]
     assert served(server) == ["main", "other"]
 
 
@@ -325,6 +330,8 @@ def test_options(run_folder, root):
         (["--model", "x"], "--model 'x' is not NAME=DIR"),
         (["--model", "one=x"], "two models are named 'one'"),
         (["--model", "a=x", "--model", "a=y"], "two models are named 'a'"),
+        (["--model", "a\nb=x"], "'a\\nb' is not printable"),
+        (["--served-model-name", "x" * 201], "1 to 200 characters"),
     ):
         error = mgtp(run_folder, "serve", str(root / "one"), *arguments, "--device", "cpu", code=2).err
         assert said in error and "hint: " in error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 
+import httpx
 import openai
 import pytest
 
@@ -98,6 +100,9 @@ def test_completion_parameters(server, change, param, words):
         ({"messages": [{"role": "robot", "content": "x"}]}, ["only user/assistant"]),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, ["image_url"]),
         ({"messages": [{"role": "user", "content": 5}]}, ["content"]),
+        ({"messages": [{"role": "user"}]}, ["messages.0.content is missing"]),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}, ["messages.1.content is missing"]),
+        ({"messages": [{"role": "system", "content": None}]}, ["messages.0.content is missing"]),
         ({"max_tokens": 0}, ["max_tokens", "1 or more"]),
         ({"max_tokens": None, "max_completion_tokens": -2}, ["max_completion_tokens"]),
         ({"max_completion_tokens": 7}, ["differ"]),
@@ -153,3 +158,30 @@ def test_tokenize_and_detokenize(server):
 def test_the_server_goes_on(server):
     assert server.complete(**TEXT)["usage"]["completion_tokens"] == 2
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 1000000000000", "Content-Length: 9000000\r\nExpect: 100-continue"])
+def test_a_body_that_is_announced_as_too_large(server, head):
+    """Refused before any of it has come."""
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port or 0), 20) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+        answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"8388608" in answer and b"100 Continue" not in answer
+
+
+def test_a_body_that_turns_out_too_large(server):
+    """Without an announcement; whoever looks for the answer only when all is sent finds it."""
+    parts = (b"x" * (1 << 20) for _ in range(20))
+    refuse(server.http.post("/v1/completions", content=parts), 413, "8388608")
+
+
+def test_text_that_cannot_fit_is_not_tokenised(server):
+    """A vocabulary of bytes and words of 13 letters at most: two million characters are more than 32768 tokens."""
+    text = "\u00e9" * 2_000_000
+    said = ["2000000 characters", "32768 tokens"]
+    assert refuse(server.post("/v1/completions", {"prompt": text}), 400, *said)["param"] == "prompt"
+    messages = [{"role": "user", "content": text}]
+    assert refuse(server.post("/v1/chat/completions", {"messages": messages}), 400, "characters")["param"] == "messages"
+    refuse(server.post("/tokenize", {"prompt": text}), 400, *said)
+    refuse(server.post("/v1/completions", {"prompt": ["x"] * 100_000}), 400, "100000 prompts")

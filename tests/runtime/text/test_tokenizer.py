@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,25 @@ from helpers_tokenizers import (
     wordpiece_tokenizer,
     write_tokenizer,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from mgtp.runtime.text.tokenizer import Tokenizer
 from mgtp.shardplan.errors import CheckpointError, MgtpError, UsageError
 
 TEXTS = ("the cat sat on the mat.", " the  cat", "naïve café", "中文 and 😀😀", "tab\tand\nnewline", "", " ", "a\x00b")
+
+
+def nfc_tokenizer():
+    """Qwen's kind."""
+    backend = byte_level_tokenizer()
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
 KINDS = {
+    "nfc": nfc_tokenizer,
     "byte_level": lambda: byte_level_tokenizer(extra=3),
     "sentencepiece": sentencepiece_tokenizer,
     "gemma": gemma_tokenizer,
@@ -194,3 +209,42 @@ def test_importing_the_package_is_cheap() -> None:
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'jinja2', 'numpy') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "gemma", "metaspace", "nfc"])
+@given(text=st.text(max_size=60) | st.text(" \t\n\u0301\u00e9e\u1100\u1161\u11a8the", max_size=200))
+def test_no_text_is_longer_than_its_tokens_allow(kind: str, text: str) -> None:
+    tokenizer = Tokenizer(KINDS[kind](), {})
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    except UsageError:
+        return
+    longest = tokenizer.longest_text(len(ids))
+    assert longest is not None and len(text) <= longest
+
+
+def test_no_bound_where_text_can_vanish() -> None:
+    """A token that takes in the space around it, a step that drops characters, unknown ones that are lumped together."""
+    greedy = byte_level_tokenizer()
+    greedy.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
+    stripped, split, lossy = (byte_level_tokenizer() for _ in range(3))
+    stripped.normalizer = normalizers.Strip()
+    split.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    lossy.pre_tokenizer = None
+    shorter = gemma_tokenizer()
+    shorter.normalizer = normalizers.Replace("  ", " ")
+    for backend in (greedy, stripped, split, lossy, shorter, wordpiece_tokenizer()):
+        assert Tokenizer(backend, {}).longest_text(100) is None
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """The library lets go of the interpreter's lock."""
+    tokenizer, turns = Tokenizer(byte_level_tokenizer(), {}), 0
+    thread = threading.Thread(target=lambda: tokenizer.encode("the cat sat on the mat " * 100_000))
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
