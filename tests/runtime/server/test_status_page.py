@@ -71,9 +71,11 @@ def test_chat_box(browser, server, tmp_path):
     assert browser.log() == []
 
 
-def test_errors_and_a_server_that_goes_away(browser, run_folder, served_checkpoint, sharded):
-    limits = ("--max-model-len", "64", "--max-num-seqs", "1")
-    server = ServerProcess(run_folder, sharded(served_checkpoint, 1), *limits, MGTP_API_KEY="secret")
+def test_errors_and_a_server_that_goes_away(browser, run_folder, served_checkpoint, sharded, tmp_path):
+    """And which of two models is asked."""
+    model = sharded(served_checkpoint, 1)
+    options = ("--max-model-len", "128", "--max-num-seqs", "1", "--served-model-name", "one", "--model", f"two={model}")
+    server = ServerProcess(run_folder, model, *options, MGTP_API_KEY="secret")
     server.http.headers["authorization"] = "Bearer secret"
     browser.open(server.url)
     wait(lambda: browser.text("#status") == "needs a key")
@@ -81,9 +83,21 @@ def test_errors_and_a_server_that_goes_away(browser, run_folder, served_checkpoi
     browser.click("#key button")
     wait(lambda: browser.text("#status") == "ready")
     assert browser.run("return document.querySelector('#key').offsetHeight") == 0
-    browser.type("#ask input", "x" * 100)
+    assert browser.text("#model") == "one, two"
+    assert browser.run("return [...document.querySelectorAll('.rank')].map((row) => row.innerText)[1]").startswith(
+        "two 0: "
+    )
+    browser.type("#choice", "two")
+    browser.type("#ask input", "hi")
     browser.click("#ask button")
-    wait(lambda: "exceed the context of 64 tokens" in browser.text("#chat .error"))
+    wait(lambda: server.metric('mgtp_prompt_tokens_total{model="two"}') > 0)
+    assert server.metric('mgtp_prompt_tokens_total{model="one"}') == 0
+    wait(lambda: browser.run("return running === null"))
+    browser.run("document.querySelector('#chat').scrollIntoView()")
+    browser.type("#ask input", "x" * 200)
+    browser.click("#ask button")
+    wait(lambda: "exceed the context of 128 tokens" in browser.text("#chat .error"))
+    browser.screenshot(tmp_path / "page.png")
     assert server.stop() == 0
     wait(lambda: browser.text("#status") == "not reachable")
 
