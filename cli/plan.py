@@ -16,7 +16,7 @@ from .shard import ModelArgument, SharesOption
 if TYPE_CHECKING:
     from ..shardplan.config import ModelConfig
     from ..shardplan.plan import ShardPlan
-    from ..shardplan.plan_report import PlanReport
+    from ..shardplan.plan_report import FitReport, PlanReport
 
 log = logging.getLogger("mgtp.cli")
 
@@ -43,12 +43,16 @@ def plan(
     """Show what each rank would get, from headers alone: nothing is written, a hub model's weights are not downloaded.
 
     With --device-memory it answers whether that fits, and exits 4 when it does not; else GPUs that are found are taken.
+    A device has to hold weights, the workspace of a step, what is set aside, and the cache. Set aside are the context of
+    CUDA, what collectives take, and what is kept back: 8 % of what is free after loading, less the workspace.
 
     JSON: model, is_shard_set, architecture, tp_size, cp_size, dtype, shares, fingerprint (null until the weights were read),
     total_weight_bytes, imbalance (largest rank over mean), even_tp_sizes, axes (size, unit, ranges, copied), ties,
     notes, ranks (rank, file, file_bytes, weight_bytes, parts, kv_bytes_per_token, window_bytes_per_sequence,
-    state_bytes_per_sequence, workspace_bytes), fit (null, or fits, max_model_len, longest_context, max_sequences,
-    smallest_tp_size, proposed_shares, proposed_longest_context, ranks).
+    state_bytes_per_sequence, workspace_bytes), fit (null, or fits, max_model_len, longest_context, max_sequences: of
+    max_model_len tokens, smallest_tp_size: null when this one fits or none does, proposed_shares,
+    proposed_longest_context, ranks: rank, device_bytes, weight_bytes, workspace_bytes, context_bytes, collective_bytes,
+    kept_back_bytes, cache_bytes: what is left, below zero when nothing is, longest_context, max_sequences).
     """
     from ..shardplan.plan_report import check_fits, report_fit, report_plan
     from ..shardplan.quantities import parse_sizes
@@ -86,6 +90,7 @@ def _plan(
     from ..shardplan.shard_set import ShardSet
     from ..shardplan.sources import open_source
     from ..shardplan.sources.config_only import open_config
+    from ..shardplan.values import counted
 
     path = Path(os.path.expanduser(model))
     if not dummy and (path / PLAN_FILE).exists():
@@ -94,7 +99,8 @@ def _plan(
         if tp_size in (None, held.tp_size) and dtype in ("auto", held.dtype) and shares is None:
             return held, shard_set.model, True
         tp_size = tp_size or held.tp_size
-        log.info("%s has %d rank(s) in %s: this is what cutting it again would give", model, held.tp_size, held.dtype)
+        ranks = counted(held.tp_size, "rank")
+        log.info("%s has %s in %s: this is what cutting it again would give", model, ranks, held.dtype)
     if tp_size is None:
         raise UsageError(f"{model} is not a shard set: --tp-size is missing", "say how many ranks: --tp-size N")
     weights = parse_shares(shares, tp_size) if shares is not None else []
@@ -126,19 +132,15 @@ def _print(report: PlanReport) -> None:
     for column in ("rank", *(name.replace("_", " ") for name in axes), "weights", "KV/token"):
         table.add_column(column, justify="right")
     if report.fit is not None:
-        for column in ("device", "for the cache", "longest context", "sequences"):
+        for column in ("workspace", "set aside", "for the cache", "of device", "longest context"):
             table.add_column(column, justify="right")
     for r in report.ranks:
         cells = [str(r.parts[name]) for name in axes]
         row = [str(r.rank), *cells, human_bytes(r.weight_bytes), human_bytes(r.kv_bytes_per_token)]
         if report.fit is not None:
             f = report.fit.ranks[r.rank]
-            row += [
-                human_bytes(f.device_bytes),
-                human_bytes(f.cache_bytes),
-                str(f.longest_context),
-                str(f.max_sequences),
-            ]
+            sizes = (f.workspace_bytes, f.set_aside_bytes, max(0, f.cache_bytes), f.device_bytes)
+            row += [*map(human_bytes, sizes), str(f.longest_context)]
         table.add_row(*row)
     Console(width=None if Console().is_terminal else 160, highlight=False).print(table)
     copied = [name.replace("_", " ") for name, axis in report.axes.items() if axis.copied]
@@ -157,16 +159,35 @@ def _print(report: PlanReport) -> None:
 
 
 def _print_fit(report: PlanReport) -> None:
+    from ..shardplan.fit import CACHE_FRACTION
+    from .console import human_bytes
+
     fit = report.fit
     if fit is None:
         return
-    if fit.fits:
-        print(
-            f"fits: up to {fit.longest_context} tokens in one sequence, "
-            f"or {fit.max_sequences} sequence(s) of {fit.max_model_len} tokens at once"
-        )
-    else:
-        print(f"does not fit (one sequence may have {fit.longest_context} tokens)")
+    context, collectives = fit.ranks[0].context_bytes, fit.ranks[0].collective_bytes
+    shared = f", {human_bytes(collectives)} for collectives" if collectives else ""
+    print(
+        f"set aside on every device: {human_bytes(context)} for CUDA{shared}, and so much that with the workspace "
+        f"{1 - CACHE_FRACTION:.0%} of what is free after loading stay free"
+    )
+    print(_verdict(fit))
     if fit.proposed_shares is not None:
         shares = ",".join(map(str, fit.proposed_shares))
         print(f"for these devices: --shares {shares}, for up to {fit.proposed_longest_context} tokens in one sequence")
+
+
+def _verdict(fit: FitReport) -> str:
+    """Whether it fits, in a line."""
+    from ..shardplan.values import counted
+
+    longest = fit.longest_context
+    if not fit.fits:
+        room = f"only for {longest} tokens in one sequence" if longest else "for no sequence at all"
+        smallest = fit.smallest_tp_size
+        way_out = "no tp size does" if smallest is None else f"the smallest tp size that does is {smallest}"
+        return f"does not fit: there is room {room}; {way_out}"
+    if fit.max_sequences:
+        sequences = f"{counted(fit.max_sequences, 'sequence')} of {fit.max_model_len} tokens"
+        return f"fits: up to {longest} tokens in one sequence, {sequences} at once"
+    return f"fits: up to {longest} tokens in one sequence, less than the model's own {fit.max_model_len}"

@@ -1,4 +1,4 @@
-"""Which layers cache what: pure functions of the model, used by the scheduler, the cache and the memory plan.
+"""Which layers cache what: pure functions of the model, used by the scheduler and the cache.
 
 Layers with the same window form a group and share block tables. A group's blocks hold `block_size` tokens of all its
 layers. Delta-net layers keep a fixed state a sequence instead.
@@ -43,11 +43,3 @@ def kv_shape(model: ModelConfig, axes: Mapping[str, Axis], rank: int, layer: int
     assert a is not None
     start, stop = axes[a.kv_axis].ranges[rank]
     return stop - start, a.head_dim
-
-
-def block_bytes(
-    model: ModelConfig, axes: Mapping[str, Axis], rank: int, group: CacheGroup, block_size: int, itemsize: int
-) -> int:
-    """Bytes that one block of `group` takes on `rank`: keys and values of all its layers."""
-    per_token = sum(2 * heads * dim for heads, dim in (kv_shape(model, axes, rank, i) for i in group.layers))
-    return per_token * block_size * itemsize

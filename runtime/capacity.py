@@ -1,15 +1,14 @@
-"""How many cache blocks a rank can afford, and the context length that follows. Pure arithmetic."""
+"""How many cache blocks a rank can afford, and the context length that follows, by the arithmetic of `mgtp plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..shardplan.config import ModelConfig
 from ..shardplan.errors import DeviceError
+from ..shardplan.fit import CacheNeeds, cache_needs
 from ..shardplan.partition import Axis
-from ..shardplan.recurrent_state import state_bytes
-from .cache_layout import CacheGroup, block_bytes, cache_groups
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,9 @@ class CacheDemand:
         """Tokens of a block on all ranks of the cp axis together."""
         return self.block_size * self.cp_size
 
-    def blocks_per_sequence(self, group: CacheGroup) -> int:
-        """Blocks that one sequence of full length can own: a window keeps what one step's queries can see."""
-        tokens = self.max_model_len
-        if group.window is not None:
-            tokens = min(tokens, group.window + min(self.max_batch_tokens, self.max_model_len) + self.block_span)
-        return -(-tokens // self.block_span)
+    def needs(self, model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsize: int) -> CacheNeeds:
+        """What `rank`'s cache takes; its groups are those of cache_layout.cache_groups."""
+        return cache_needs(model, axes, rank, itemsize, self.cp_size, self.block_size, self.max_batch_tokens)
 
 
 def plan_blocks(
@@ -43,14 +39,11 @@ def plan_blocks(
     Enough for max_num_seqs full sequences when that fits, else a proportional part of it, at least one sequence.
     Raises DeviceError, with the length that would fit, when not even one does.
     """
-    groups = cache_groups(model)
-    size = [block_bytes(model, axes, rank, g, demand.block_size, itemsize) for g in groups]
-    one = [demand.blocks_per_sequence(g) + 1 for g in groups]
-    wanted = [demand.blocks_per_sequence(g) * demand.max_num_seqs + 1 for g in groups]
-    floor, full = _cost(one, size), _cost(wanted, size)
-    states = states_bytes(model, axes, rank, demand.max_num_seqs, itemsize)
+    needs = demand.needs(model, axes, rank, itemsize)
+    one, wanted = (needs.blocks(count, demand.max_model_len) for count in (1, demand.max_num_seqs))
+    floor, full, states = needs.block_bytes(one), needs.block_bytes(wanted), needs.state_bytes(demand.max_num_seqs)
     if states > max(budget, 0):
-        sequences = max(0, budget) // state_bytes(model, axes, rank, itemsize) - 1
+        sequences = max(0, budget) // needs.state - 1
         raise DeviceError(
             f"rank {rank}: the recurrent states of {demand.max_num_seqs} sequences need {states} bytes, "
             f"there are {max(budget, 0)}",
@@ -74,26 +67,10 @@ def plan_blocks(
 def longest_context(
     model: ModelConfig, axes: Mapping[str, Axis], rank: int, demand: CacheDemand, budget: int, itemsize: int
 ) -> int:
-    """The longest sequence, at most demand.max_model_len tokens, whose cache fits in `budget` bytes; 0 if none does."""
-    budget -= states_bytes(model, axes, rank, demand.max_num_seqs, itemsize)
-    groups = cache_groups(model)
-    size = [block_bytes(model, axes, rank, g, demand.block_size, itemsize) for g in groups]
+    """The longest sequence, at most demand.max_model_len tokens, whose cache fits in `budget` bytes; 0 if none does.
 
-    def fits(blocks: int) -> bool:
-        d = replace(demand, max_model_len=blocks * demand.block_span)
-        return _cost([d.blocks_per_sequence(g) + 1 for g in groups], size) <= budget
-
-    low, high = 0, -(-demand.max_model_len // demand.block_span)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return min(low * demand.block_span, demand.max_model_len)
-
-
-def states_bytes(model: ModelConfig, axes: Mapping[str, Axis], rank: int, max_num_seqs: int, itemsize: int) -> int:
-    """Bytes of the recurrent states of all sequences, and of the scratch slot; the same at any context length."""
-    return (max_num_seqs + 1) * state_bytes(model, axes, rank, itemsize)
-
-
-def _cost(blocks: list[int], size: list[int]) -> int:
-    return sum(b * s for b, s in zip(blocks, size, strict=True))
+    The recurrent states of all other sequences have their place too.
+    """
+    needs = demand.needs(model, axes, rank, itemsize)
+    others = needs.state_bytes(demand.max_num_seqs) - needs.state_bytes(1)
+    return needs.longest(budget - others, demand.max_model_len)

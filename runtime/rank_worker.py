@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from ..shardplan.errors import DeviceError
-from ..shardplan.fit import CACHE_FRACTION, workspace_bytes
+from ..shardplan.fit import StepSize, cache_budget, workspace_bytes
 from ..shardplan.shard_set import ShardSet
+from ..shardplan.values import counted
 from . import memory, mesh, stages
 from .blocks import SCRATCH_BLOCK, BlockPool
 from .cache_layout import cache_groups
@@ -177,16 +178,17 @@ class RankWorker:
         if asked > free // sharers:
             raise DeviceError(
                 f"--kv-cache-memory asks for {asked} bytes, {free // sharers} are free",
-                f"ask for less, or leave it out; {sharers} rank(s) share this memory",
+                f"ask for less, or leave it out; {counted(sharers, 'rank')} on this memory",
             )
         return asked
 
     def gpu_budget(self, free: int) -> int:
         """What `mgtp plan` promises for the cache, of `free` bytes: a step needs memory too."""
-        options, axes, itemsize = self.options, self.plan.shared_axes(), self.runner.dtype.itemsize
-        tokens, sequences = options.max_batch_tokens, options.max_num_seqs
-        workspace = workspace_bytes(self.shard_set.model, axes, self.tp_rank, itemsize, tokens, sequences)
-        return min(int(free * CACHE_FRACTION), free - workspace)
+        options, model, itemsize = self.options, self.shard_set.model, self.runner.dtype.itemsize
+        length = options.max_model_len or model.max_position
+        step = StepSize(options.max_batch_tokens, options.max_num_seqs, options.cp_size, length)
+        workspace = workspace_bytes(model, self.plan.shared_axes(), self.tp_rank, itemsize, step)
+        return cache_budget(free, workspace)
 
     def least(self, value: int) -> int:
         """The smallest `value` of all ranks."""

@@ -9,7 +9,8 @@ cache budget = min(CACHE_FRACTION * free, free - workspace)
 workspace = T * s * (4 H + widest layer) + 3 * 4 * S * V
             T tokens of a step, s bytes an element, H hidden size, S sequences, V vocabulary; the widest layer holds
             2 (q + 2 kv) heads * D and 3 ffn columns (of each expert that a token uses) of the rank; logits are
-            float32, gathered from all ranks, sorted and turned into probabilities
+            float32, gathered from all ranks, sorted and turned into probabilities. With C > 1 ranks on the cp axis,
+            attention across ranks comes on top: see `context_workspace_bytes`
 
 cache(n sequences of L tokens) = sum over groups of layers with the same window: (n * blocks + 1) * block bytes
                                  + (n + 1) * recurrent state
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .config import Layer, ModelConfig
+from .config import Attention, Layer, ModelConfig
 from .errors import MgtpError
 from .families import model_tensors
 from .partition import Axis, TensorSpec, model_axes, part_bytes, rank_shape
@@ -50,17 +51,34 @@ STEP_TOKENS = 2048
 NUM_SEQUENCES = 16
 """Sequences at once for which logits are counted."""
 
+KEY_CHUNK = 1024
+"""Keys that attention across the ranks of a cp axis works out scores for at a time."""
+
+GATHER_BYTES = 64 << 20
+"""Keys and values that it brings together at a time, where that is more than one sequence's."""
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What bounds a step: its tokens, the sequences sampled from, ranks on the cp axis, and the longest context."""
+
+    tokens: int = STEP_TOKENS
+    sequences: int = NUM_SEQUENCES
+    cp_size: int = 1
+    length: int = 0
+
 
 @dataclass(frozen=True)
 class CacheNeeds:
     """What one rank's cache takes. `groups`: (window or None, bytes of a block) of layers that keep the same tokens.
 
-    `block_span`: tokens of a block, all ranks of the cp axis together.
+    `state`: bytes of a sequence's recurrent state. `block_span`: tokens of a block, all ranks of the cp axis together.
     """
 
     groups: tuple[tuple[int | None, int], ...]
     state: int
     block_span: int = BLOCK_TOKENS
+    step_tokens: int = STEP_TOKENS
 
     @property
     def bytes_per_token(self) -> int:
@@ -72,10 +90,21 @@ class CacheNeeds:
         """Bytes that a long sequence takes in the layers with a window, and no more however long it gets."""
         return sum(self._blocks(window, 1 << 60) * size for window, size in self.groups if window is not None)
 
+    def blocks(self, num_sequences: int, length: int) -> list[int]:
+        """Blocks of every group for `num_sequences` sequences of `length` tokens, and one for scratch."""
+        return [num_sequences * self._blocks(window, length) + 1 for window, _ in self.groups]
+
+    def block_bytes(self, blocks: Sequence[int]) -> int:
+        """Bytes of as many blocks of every group."""
+        return sum(count * size for count, (_, size) in zip(blocks, self.groups, strict=True))
+
+    def state_bytes(self, num_sequences: int) -> int:
+        """Bytes of the recurrent states of `num_sequences` sequences, and of one for scratch."""
+        return (num_sequences + 1) * self.state
+
     def total(self, num_sequences: int, length: int) -> int:
         """Bytes of the cache for `num_sequences` sequences of `length` tokens."""
-        blocks = sum((num_sequences * self._blocks(window, length) + 1) * size for window, size in self.groups)
-        return blocks + (num_sequences + 1) * self.state
+        return self.block_bytes(self.blocks(num_sequences, length)) + self.state_bytes(num_sequences)
 
     def longest(self, budget: int, limit: int) -> int:
         """The longest single sequence, of at most `limit` tokens, that fits in `budget` bytes; 0 if none does."""
@@ -92,23 +121,33 @@ class CacheNeeds:
         return max(0, (budget - fixed) // one) if one else 0
 
     def _blocks(self, window: int | None, length: int) -> int:
-        tokens = length if window is None else min(length, window + min(STEP_TOKENS, length) + self.block_span)
+        tokens = length if window is None else min(length, window + min(self.step_tokens, length) + self.block_span)
         return -(-tokens // self.block_span)
 
 
 @dataclass(frozen=True)
 class RankFit:
-    """One rank: what it needs, and what its device has left. Bytes; tokens of one sequence; sequences of full length."""
+    """One rank: what it needs, and what its device has left. Bytes; tokens of one sequence; sequences of full length.
+
+    `weight_bytes` counts padding. `cache_budget` is below zero where not even the rest has room.
+    """
 
     rank: int
     weight_bytes: int
     workspace_bytes: int
     context_bytes: int
+    collective_bytes: int
     cache: CacheNeeds
     device_bytes: int
     cache_budget: int
     longest_context: int
     max_sequences: int
+
+    @property
+    def kept_back_bytes(self) -> int:
+        """What CACHE_FRACTION leaves free beyond the workspace."""
+        taken = self.weight_bytes + self.workspace_bytes + self.context_bytes + self.collective_bytes
+        return self.device_bytes - taken - self.cache_budget
 
 
 @dataclass(frozen=True)
@@ -142,43 +181,85 @@ def fit(
     plan's dtype, in which keys and values are kept too. Of each rank there are `cp_size` that share out the cache.
     """
     length = max_model_len or model.max_position
-    context = CONTEXT_BYTES + (COLLECTIVE_BYTES if len(weights) * cp_size > 1 else 0)
-    ranks = []
+    collective = collective_bytes(len(weights) * cp_size)
+    step, ranks = StepSize(cp_size=cp_size, length=length), []
     for r, (weight, device) in enumerate(zip(weights, device_bytes, strict=True)):
-        cache, workspace = cache_needs(model, axes, r, itemsize, cp_size), workspace_bytes(model, axes, r, itemsize)
-        free = device - context - weight
-        budget = min(int(free * CACHE_FRACTION), free - workspace)
+        cache, workspace = (
+            cache_needs(model, axes, r, itemsize, cp_size),
+            workspace_bytes(model, axes, r, itemsize, step),
+        )
+        budget = cache_budget(device - CONTEXT_BYTES - collective - weight, workspace)
         longest, sequences = cache.longest(budget, model.max_position), cache.sequences(budget, length)
-        ranks.append(RankFit(r, weight, workspace, context, cache, device, budget, longest, sequences))
+        held = (weight, workspace, CONTEXT_BYTES, collective)
+        ranks.append(RankFit(r, *held, cache, device, budget, longest, sequences))
     longest = min(r.longest_context for r in ranks)
     sequences = min(r.max_sequences for r in ranks)
     fits = sequences > 0 if max_model_len is not None else longest > 0
     return Fit(fits, length, longest, sequences, tuple(ranks))
 
 
-def cache_needs(model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsize: int, cp_size: int = 1) -> CacheNeeds:
-    """What `rank`'s cache takes."""
-    groups: Counter[int | None] = Counter()
-    for layer in model.layers:
-        a = layer.attention
-        if a is not None and a.kv_source is None:
-            groups[a.window] += BLOCK_TOKENS * 2 * _owned(axes, a.kv_axis, rank) * a.head_dim * itemsize
-    return CacheNeeds(tuple(groups.items()), state_bytes(model, axes, rank, itemsize), BLOCK_TOKENS * cp_size)
+def collective_bytes(num_ranks: int) -> int:
+    """What the collectives take of a device."""
+    return COLLECTIVE_BYTES if num_ranks > 1 else 0
 
 
-def workspace_bytes(
+def cache_budget(free: int, workspace: int) -> int:
+    """What the cache may take of `free` bytes after loading: a step needs memory too."""
+    return min(int(free * CACHE_FRACTION), free - workspace)
+
+
+def cache_needs(
     model: ModelConfig,
     axes: Mapping[str, Axis],
     rank: int,
     itemsize: int,
-    tokens: int = STEP_TOKENS,
-    sequences: int = NUM_SEQUENCES,
+    cp_size: int = 1,
+    block_tokens: int = BLOCK_TOKENS,
+    step_tokens: int = STEP_TOKENS,
+) -> CacheNeeds:
+    """What `rank`'s cache takes. Layers with full attention are the first group, then windows, the smallest first."""
+    groups: Counter[int | None] = Counter()
+    for layer in model.layers:
+        a = layer.attention
+        if a is not None and a.kv_source is None:
+            groups[a.window] += block_tokens * 2 * _owned(axes, a.kv_axis, rank) * a.head_dim * itemsize
+    ordered = sorted(groups.items(), key=lambda group: (group[0] is not None, group[0] or 0))
+    return CacheNeeds(tuple(ordered), state_bytes(model, axes, rank, itemsize), block_tokens * cp_size, step_tokens)
+
+
+def workspace_bytes(
+    model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsize: int, step: StepSize | None = None
 ) -> int:
-    """An estimate of what one step of `tokens` tokens, `sequences` of them sampled from, takes beside the cache."""
+    """An estimate of what one step takes beside the cache."""
+    step = step or StepSize()
     widest = max(_layer_width(layer, axes, rank) for layer in model.layers)
-    logits = 3 * 4 * sequences * model.vocab_size
+    logits = 3 * 4 * step.sequences * model.vocab_size
     per_layer = 3 * len(model.layers) * model.per_layer_width
-    return tokens * itemsize * (4 * model.hidden_size + widest + per_layer) + logits
+    own = step.tokens * itemsize * (4 * model.hidden_size + widest + per_layer) + logits
+    return own + (context_workspace_bytes(model, axes, rank, itemsize, step) if step.cp_size > 1 else 0)
+
+
+def context_workspace_bytes(
+    model: ModelConfig, axes: Mapping[str, Axis], rank: int, itemsize: int, step: StepSize
+) -> int:
+    """What the widest layer's attention across the ranks of a cp axis takes (runtime/layers/context_attention.py).
+
+    Of each query, in float32: three copies of the scores of a chunk of keys, and eight of it and its results. Of keys
+    and values: three copies of the step's new ones and of what the rank keeps of the longest sequence (read from the
+    cache, stacked, received), and two of what is gathered.
+    """
+    length = step.length or model.max_position
+
+    def of_layer(a: Attention) -> int:
+        queries = _owned(axes, a.q_axis, rank) * -(-step.tokens // step.cp_size)
+        scores = 4 * queries * (3 * min(KEY_CHUNK, length) + 8 * a.head_dim)
+        token = 2 * _owned(axes, a.kv_axis, rank) * a.head_dim * itemsize
+        seen = length if a.window is None else min(length, a.window + step.tokens)
+        kept = token * -(-seen // step.cp_size)
+        gathered = min(GATHER_BYTES, kept * max(step.sequences, step.cp_size))
+        return scores + 3 * (token * min(step.tokens, length) + kept) + 2 * gathered
+
+    return max((of_layer(layer.attention) for layer in model.layers if layer.attention is not None), default=0)
 
 
 def _layer_width(layer: Layer, axes: Mapping[str, Axis], rank: int) -> int:

@@ -13,6 +13,7 @@ from .fit import (
     COLLECTIVE_BYTES,
     CONTEXT_BYTES,
     Fit,
+    StepSize,
     cache_needs,
     even_tp_sizes,
     fit,
@@ -23,6 +24,7 @@ from .fit import (
 )
 from .partition import model_axes
 from .plan import AxisPlan, ShardPlan
+from .values import counted
 
 
 class RankReport(msgspec.Struct):
@@ -40,17 +42,34 @@ class RankReport(msgspec.Struct):
 
 
 class RankFitReport(msgspec.Struct):
-    """What one rank's device has left for the cache, and what that is enough for."""
+    """What one rank's device holds and has to set aside, what is left for the cache, and what that is enough for.
+
+    The device's bytes are the sum of the others. Where not even those have room, `cache_bytes` is below zero.
+    """
 
     rank: int
     device_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+    context_bytes: int
+    collective_bytes: int
+    kept_back_bytes: int
     cache_bytes: int
     longest_context: int
     max_sequences: int
 
+    @property
+    def set_aside_bytes(self) -> int:
+        """What neither weights, workspace nor cache can have."""
+        return self.context_bytes + self.collective_bytes + self.kept_back_bytes
+
 
 class FitReport(msgspec.Struct):
-    """The answer to 'does it fit'. `smallest_tp_size` is there when it does not; shares when devices are unequal."""
+    """The answer to 'does it fit'. `smallest_tp_size` is there when it does not; shares when devices are unequal.
+
+    `max_sequences` have `max_model_len` tokens: without such a length a model fits that can have any context, and they
+    may be none.
+    """
 
     fits: bool
     max_model_len: int
@@ -102,7 +121,7 @@ def report_plan(label: str, plan: ShardPlan, model: ModelConfig, *, is_shard_set
                 kv_bytes_per_token=cache.bytes_per_token,
                 window_bytes_per_sequence=cache.window_bytes,
                 state_bytes_per_sequence=cache.state,
-                workspace_bytes=workspace_bytes(model, axes, r.rank, size),
+                workspace_bytes=workspace_bytes(model, axes, r.rank, size, StepSize(cp_size=cp_size)),
             )
         )
     weights = [r.weight_bytes for r in ranks]
@@ -132,7 +151,7 @@ def report_fit(
     num_ranks = plan.tp_size * cp_size
     if len(device_bytes) not in (1, num_ranks):
         raise UsageError(
-            f"--device-memory has {len(device_bytes)} sizes, there are {num_ranks} rank(s)",
+            f"--device-memory has {counted(len(device_bytes), 'size')}, there are {counted(num_ranks, 'rank')}",
             "give one size for all ranks, or one a rank",
         )
     if max_model_len is not None and max_model_len > model.max_position:
@@ -156,7 +175,18 @@ def report_fit(
         proposed_shares=shares,
         proposed_longest_context=better.longest_context if better is not None else None,
         ranks=[
-            RankFitReport(r.rank, r.device_bytes, max(r.cache_budget, 0), r.longest_context, r.max_sequences)
+            RankFitReport(
+                rank=r.rank,
+                device_bytes=r.device_bytes,
+                weight_bytes=r.weight_bytes,
+                workspace_bytes=r.workspace_bytes,
+                context_bytes=r.context_bytes,
+                collective_bytes=r.collective_bytes,
+                kept_back_bytes=r.kept_back_bytes,
+                cache_bytes=r.cache_budget,
+                longest_context=r.longest_context,
+                max_sequences=r.max_sequences,
+            )
             for r in found.ranks
         ],
     )
@@ -169,15 +199,16 @@ def check_fits(label: str, tp_size: int, dtype: str, report: FitReport) -> None:
     tight = min(report.ranks, key=lambda r: (r.longest_context, r.max_sequences, r.cache_bytes))
     what = f"a sequence of {report.max_model_len} tokens" if tight.longest_context else "any sequence"
     message = (
-        f"{label} in {dtype} does not fit at tp size {tp_size}: rank {tight.rank} has {tight.cache_bytes} bytes left "
-        f"for its cache, too little for {what}"
+        f"{label} in {dtype} does not fit at tp size {tp_size}: of {tight.device_bytes} bytes rank {tight.rank} needs "
+        f"{tight.weight_bytes} for weights, {tight.workspace_bytes} as workspace and {tight.set_aside_bytes} set aside, "
+        f"so {max(0, tight.cache_bytes)} are left for its cache, too little for {what}"
     )
     hints = [f"--tp-size {report.smallest_tp_size}"] if report.smallest_tp_size is not None else []
     if report.proposed_shares is not None and report.proposed_longest_context:
         hints.append(f"--shares {','.join(map(str, report.proposed_shares))}")
     if tight.longest_context:
         hints.append(f"--max-model-len {report.longest_context}")
-    hint = "use " + " or ".join(hints) if hints else "no number of ranks makes it fit: use devices with more memory"
+    hint = "use " + " or ".join(hints) if hints else "no tp size makes it fit: use devices with more memory"
     raise DeviceError(message, hint)
 
 

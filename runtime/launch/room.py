@@ -11,9 +11,10 @@ from ...shardplan.errors import DeviceError
 from ...shardplan.fit import (
     BLOCK_TOKENS,
     CACHE_FRACTION,
-    COLLECTIVE_BYTES,
     CONTEXT_BYTES,
+    StepSize,
     cache_needs,
+    collective_bytes,
     smallest_tp_size,
     workspace_bytes,
 )
@@ -91,14 +92,14 @@ def needs(shard_set: ShardSet, launch: LaunchOptions) -> list[RankNeeds]:
     axes, size = plan.shared_axes(), itemsize(plan.dtype)
     length, least = launch.max_model_len or model.max_position, launch.max_model_len or BLOCK_TOKENS
     num_ranks = plan.tp_size * launch.cp_size
-    context = CONTEXT_BYTES + (COLLECTIVE_BYTES if num_ranks > 1 else 0)
+    step = StepSize(launch.max_batch_tokens, launch.max_num_seqs, launch.cp_size, length)
     found = []
     for rank in range(num_ranks):
         r, given = plan.ranks[rank % plan.tp_size], launch.kv_cache_bytes  # tp varies fastest
         cache = cache_needs(model, axes, r.rank, size, launch.cp_size)
         fixed = r.bytes - r.data_offset
         if launch.devices:
-            fixed += context + workspace_bytes(model, axes, r.rank, size)
+            fixed += CONTEXT_BYTES + collective_bytes(num_ranks) + workspace_bytes(model, axes, r.rank, size, step)
         caches = (cache.total(1, least), cache.total(launch.max_num_seqs, length)) if given is None else (given, given)
         found.append(RankNeeds(rank, launch.devices[rank] if launch.devices else HOST, fixed, *caches))
     return found

@@ -22,6 +22,7 @@ from ..cache_layout import CacheGroup
 from ..context_batch import ContextBatch
 from ..kernels import use_kernels
 from ..parallel.attention import (
+    GATHER_BYTES,
     NOWHERE,
     KeyPart,
     Partial,
@@ -76,11 +77,21 @@ class ContextAttention:
         return out.to(q.dtype)
 
     def _decode(self, q: torch.Tensor, batch: ContextBatch) -> Partial:
-        """One token a sequence: all sequences at once, padded to the longest."""
-        part = self._kept(slice(None), min(batch.starts), max(batch.kv_lens), batch)
-        visible = Visibility(batch.positions.unsqueeze(1), self.config.window)
-        found = attend_to_part(q.permute(2, 0, 1, 3).unsqueeze(3), visible, part, self.config.scaling)
-        return Partial(found.out.squeeze(3).permute(1, 2, 0, 3), found.lse.squeeze(3).permute(1, 2, 0))
+        """One token a sequence: many sequences at once, padded to the longest of them."""
+        q, found = q.permute(2, 0, 1, 3).unsqueeze(3), []
+        for rows in self._bounded(batch):
+            part = self._kept(rows, min(batch.starts[rows]), max(batch.kv_lens[rows]), batch)
+            visible = Visibility(batch.positions[rows].unsqueeze(1), self.config.window)
+            found.append(attend_to_part(q[rows], visible, part, self.config.scaling))
+        out, lse = (torch.cat(parts).squeeze(3) for parts in zip(*found, strict=True))
+        return Partial(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
+
+    def _bounded(self, batch: ContextBatch) -> list[slice]:
+        """Runs of sequences whose kept keys and values are at most GATHER_BYTES, or those of one sequence."""
+        first, last = self._blocks(min(batch.starts), max(batch.kv_lens), batch)
+        block = 2 * batch.cache.layer(self.index)[0][0].nbytes
+        size = max(1, GATHER_BYTES // max(1, block * (last - first)))
+        return [slice(begin, begin + size) for begin in range(0, len(batch.starts), size)]
 
     def _in_turn(self, q: torch.Tensor, batch: ContextBatch) -> Partial:
         """Sequences of any lengths, one by one."""

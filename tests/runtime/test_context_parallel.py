@@ -64,6 +64,7 @@ def answers_by_ring(*args: Any) -> tuple[list[list[int]], list[list[int]], int]:
     """`answers`, keys of earlier tokens going round the ring however few they are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mgtp.runtime.parallel.attention.GATHER_BYTES", 0)
+        patch.setattr("mgtp.runtime.layers.context_attention.GATHER_BYTES", 0)  # decoding: one sequence at a time
         return answers(*args)
 
 

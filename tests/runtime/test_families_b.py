@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from mgtp.runtime.capacity import states_bytes
 from mgtp.runtime.messages import Request, Stop
 from mgtp.runtime.sampling_params import SamplingParams
 from tests.random_shapes import CONFIGS, build_random, largest_tp_size
@@ -135,18 +134,15 @@ def _run_mixed(
 
 def _cache_bytes(communicator: Any, shard_set: str, options: dict[str, Any], sequences: float) -> int:
     """Bytes of cache in which the recurrent states and so many sequences of full length fit on this rank."""
-    from mgtp.runtime.cache_layout import block_bytes, cache_groups
     from mgtp.runtime.capacity import CacheDemand
     from mgtp.shardplan.shard_set import ShardSet
 
     opened = ShardSet.open(Path(shard_set), ranks=[communicator.rank])
     model, axes, rank = opened.model, opened.plan.shared_axes(), communicator.rank
     demand = CacheDemand(**{k: options[k] for k in ("max_num_seqs", "max_model_len", "max_batch_tokens", "block_size")})
-    blocks = 0
-    for group in cache_groups(model):
-        count = int(demand.blocks_per_sequence(group) * sequences) + 1
-        blocks += count * block_bytes(model, axes, rank, group, demand.block_size, 4)
-    return blocks + states_bytes(model, axes, rank, demand.max_num_seqs, 4)
+    needs = demand.needs(model, axes, rank, 4)
+    blocks = [int((count - 1) * sequences) + 1 for count in needs.blocks(1, demand.max_model_len)]
+    return needs.block_bytes(blocks) + needs.state_bytes(demand.max_num_seqs)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 4))])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgtp.runtime.capacity import CacheDemand, longest_context, plan_blocks, states_bytes
+from mgtp.runtime.capacity import CacheDemand, longest_context, plan_blocks
 from mgtp.runtime.state_cache import StateCache
 from mgtp.shardplan.errors import DeviceError
 from mgtp.shardplan.families import parse_config
@@ -41,7 +41,7 @@ def test_what_is_counted_is_what_is_held(tp_size):
     for rank in range(tp_size):
         cache = StateCache(model, axes, rank, DEMAND.max_num_seqs + 1, torch.bfloat16, torch.device("cpu"))
         held = sum(t.nbytes for i in (0, 1, 2) for t in cache.layer(i))
-        assert held == states_bytes(model, axes, rank, DEMAND.max_num_seqs, itemsize=2)
+        assert held == DEMAND.needs(model, axes, rank, itemsize=2).state_bytes(DEMAND.max_num_seqs)
 
 
 def test_size_of_one_sequence_by_hand():
@@ -53,7 +53,7 @@ def test_size_of_one_sequence_by_hand():
 def test_states_are_taken_from_the_budget_of_the_cache():
     model = parse_config(CONFIG)
     axes = model_axes(model, [1])
-    states = states_bytes(model, axes, 0, DEMAND.max_num_seqs, itemsize=4)
+    states = DEMAND.needs(model, axes, 0, itemsize=4).state_bytes(DEMAND.max_num_seqs)
     with pytest.raises(DeviceError, match="recurrent states of 5 sequences need"):
         plan_blocks(model, axes, 0, DEMAND, states - 1, itemsize=4)
     block = 2 * 3 * 24 * 16 * 4

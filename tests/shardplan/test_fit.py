@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgtp.runtime.cache_layout import block_bytes, cache_groups
-from mgtp.runtime.capacity import CacheDemand, longest_context
+from mgtp.runtime.cache_layout import cache_groups, kv_shape
+from mgtp.runtime.capacity import CacheDemand, plan_blocks
 from mgtp.shardplan import fit as fit_module
 from mgtp.shardplan.config import DeltaNet, ModelConfig
 from mgtp.shardplan.errors import DeviceError, UsageError
@@ -109,18 +110,22 @@ def test_delta_net_state_is_fixed() -> None:
     itemsize=st.sampled_from([2, 4]),
 )
 def test_agrees_with_the_runtime(window: int | None, budget: int, tp_size: int, cp_size: int, itemsize: int) -> None:
-    """The same blocks and the same longest context as the ranks will choose, for one sequence."""
+    """The same blocks as the ranks make, and room for the longest context that is promised, and for no longer one."""
     full = llama_8b()
     assert full.layers[0].attention is not None
     windowed = replace(full.layers[0], attention=replace(full.layers[0].attention, window=window))
     model = replace(full, layers=(*full.layers[:3], windowed))
     axes = model_axes(model, [1] * tp_size)
     cache = cache_needs(model, axes, tp_size - 1, itemsize, cp_size)
-    blocks = [block_bytes(model, axes, tp_size - 1, g, BLOCK_TOKENS, itemsize) for g in cache_groups(model)]
-    assert sorted(size for _, size in cache.groups) == sorted(blocks)
-    demand = CacheDemand(1, model.max_position, STEP_TOKENS, BLOCK_TOKENS, cp_size)
-    expected = longest_context(model, axes, tp_size - 1, demand, budget, itemsize)
-    assert cache.longest(budget, model.max_position) == expected
+    shapes = [[kv_shape(model, axes, tp_size - 1, layer) for layer in group.layers] for group in cache_groups(model)]
+    blocks = [2 * BLOCK_TOKENS * itemsize * sum(heads * dim for heads, dim in layers) for layers in shapes]
+    assert list(cache.groups) == [(g.window, b) for g, b in zip(cache_groups(model), blocks, strict=True)]
+    longest = cache.longest(budget, model.max_position)
+    for length, fits in ((longest, True), (longest + BLOCK_TOKENS * cp_size, False)):
+        if 0 < length <= model.max_position:
+            demand = CacheDemand(1, length, STEP_TOKENS, BLOCK_TOKENS, cp_size)
+            with contextlib.nullcontext() if fits else pytest.raises(DeviceError):
+                assert plan_blocks(model, axes, tp_size - 1, demand, budget, itemsize) == cache.blocks(1, length)
 
 
 def test_constants_are_the_runtime_s() -> None:
@@ -129,6 +134,9 @@ def test_constants_are_the_runtime_s() -> None:
     options = RankOptions("", 1, "cpu", [])
     assert (options.block_size, options.max_batch_tokens, options.max_num_seqs) == (16, 2048, 16)
     assert (BLOCK_TOKENS, STEP_TOKENS, fit_module.NUM_SEQUENCES) == (16, 2048, 16)
+    from mgtp.runtime.parallel import attention
+
+    assert (attention.KEY_CHUNK, attention.GATHER_BYTES) == (fit_module.KEY_CHUNK, fit_module.GATHER_BYTES)
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 200_000))
@@ -183,7 +191,7 @@ def test_too_small() -> None:
 
 
 def test_collectives_count_from_two_ranks_on() -> None:
-    assert fit_8b(24 * GIB).ranks[0].context_bytes + COLLECTIVE_BYTES == fit_8b(24 * GIB, 2).ranks[0].context_bytes
+    assert [fit_8b(24 * GIB, n).ranks[0].collective_bytes for n in (1, 2)] == [0, COLLECTIVE_BYTES]
 
 
 def test_smallest_tp_size() -> None:
@@ -199,6 +207,44 @@ def test_smallest_tp_size() -> None:
 def fit_like(model: ModelConfig, n: int, device: int) -> bool:
     axes = model_axes(model, [1] * n)
     return fit(model, axes, rank_weights(model, axes, n, 4), 4, [device] * n).fits
+
+
+@settings(max_examples=50, deadline=None)
+@given(device=st.integers(1 << 28, 1 << 36), tp_size=st.integers(1, 8), cp_size=st.integers(1, 3))
+def test_every_byte_of_a_device_is_accounted_for(device: int, tp_size: int, cp_size: int) -> None:
+    """Weights, workspace, what is set aside and the cache make up the device, also where it is too small."""
+    source = llama_source("bfloat16", num_attention_heads=8, num_key_value_heads=4)
+    report = report_fit(make_plan(source, tp_size), parse_config(source.config), [device], None, cp_size)
+    for r in report.ranks:
+        assert r.weight_bytes + r.workspace_bytes + r.set_aside_bytes + r.cache_bytes == r.device_bytes == device
+        assert r.kept_back_bytes >= 0 and (r.collective_bytes > 0) == (tp_size * cp_size > 1)
+    assert report.fits == (report.longest_context > 0)
+
+
+def test_attention_across_ranks_is_counted() -> None:
+    """By hand for a prompt of 131072 tokens over 2 ranks: each has 1024 queries of 32 heads and 65536 keys of 8 heads."""
+    model, axes = llama_8b(), model_axes(llama_8b(), [1])
+    step = fit_module.StepSize(cp_size=2, length=131072)
+    scores = 4 * 32 * 1024 * (3 * 1024 + 8 * 128)
+    new, kept = (tokens * 2 * 8 * 128 * 2 for tokens in (2048, 65536))
+    expected = scores + 3 * (new + kept) + 2 * (64 << 20)
+    alone = fit_module.workspace_bytes(model, axes, 0, 2)
+    assert fit_module.workspace_bytes(model, axes, 0, 2, step) == alone + expected
+    found = [fit(model, axes, [16 * GIB], 2, [24 * GIB], None, cp_size).ranks[0] for cp_size in (1, 2)]
+    assert found[1].workspace_bytes - found[0].workspace_bytes == expected
+
+
+def test_attention_across_ranks_with_a_window_is_bounded() -> None:
+    model, axes = llama_8b(), model_axes(llama_8b(), [1])
+    assert model.layers[0].attention is not None
+    layer = replace(model.layers[0], attention=replace(model.layers[0].attention, window=4096))
+    sizes = [
+        fit_module.workspace_bytes(
+            replace(model, layers=(layer,)), axes, 0, 2, fit_module.StepSize(cp_size=2, length=n)
+        )
+        for n in (8192, 131072)
+    ]
+    assert sizes[0] == sizes[1]
 
 
 # --- even sizes and shares --------------------------------------------------------------------------------------------
@@ -274,7 +320,7 @@ def test_what_does_not_fit_names_a_way_out() -> None:
     source = llama_source()
     plan, model = make_plan(source, 1), parse_config(source.config)
     report = report_fit(plan, model, [CONTEXT_BYTES], None)
-    with pytest.raises(DeviceError, match="m in float32 does not fit at tp size 1: rank 0 has 0 bytes left") as caught:
+    with pytest.raises(DeviceError, match=r"m in float32 does not fit at tp size 1: of .* so 0 are left") as caught:
         check_fits("m", 1, "float32", report)
-    assert "no number of ranks" in caught.value.hint
+    assert "no tp size makes it fit" in caught.value.hint
     check_fits("m", 1, "float32", report_fit(plan, model, [24 * GIB], 256))
