@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,8 @@ app.add_typer(cache, name="cache")
 
 DAY_SECONDS = 86400
 
+log = logging.getLogger("mgtp.cli")
+
 
 @cache.command("list")
 def list_sets(as_json: JsonOption = False) -> None:
@@ -28,17 +31,20 @@ def list_sets(as_json: JsonOption = False) -> None:
     the epoch).
     """
     from ..shardplan.cache import cache_folder, entries
+    from ..shardplan.values import counted
     from .console import human_bytes, print_json
 
     found = entries()
+    if not found:
+        log.info("no shard sets in %s", cache_folder())
     if as_json:
         total = sum(e.bytes for e in found)
         print_json({"folder": str(cache_folder()), "total_bytes": total, "sets": [_document(e) for e in found]})
         return
     for entry in found:
-        days = int((time.time() - entry.used) // DAY_SECONDS)
+        days = counted(int((time.time() - entry.used) // DAY_SECONDS), "day")
         what = f"tp {entry.tp_size}, {entry.dtype}" if entry.tp_size else "unfinished"
-        print(f"{entry.path}  {human_bytes(entry.bytes)}  {what}, used {days} days ago, from {entry.source}")
+        print(f"{entry.path}  {human_bytes(entry.bytes)}  {what}, used {days} ago, from {entry.source}")
 
 
 @cache.command("prune")
@@ -52,7 +58,10 @@ def prune_sets(
     everything: Annotated[bool, typer.Option("--all", help="Remove all of them.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove cached shard sets; those being written are left alone. JSON: removed (as in list), freed_bytes."""
+    """Remove cached shard sets. Those that a command runs or writes are left alone, and named.
+
+    JSON: removed and skipped (as in list), freed_bytes.
+    """
     from ..shardplan.cache import prune
     from ..shardplan.quantities import parse_sizes
     from .console import human_bytes, print_json
@@ -60,11 +69,14 @@ def prune_sets(
     if not everything and older_than is None and max_size is None:
         raise UsageError("nothing says what to remove", "give --older-than DAYS, --max-size SIZE or --all")
     limit = 0 if everything else sum(parse_sizes(max_size, "--max-size")) if max_size is not None else None
-    removed = prune(max_bytes=limit, unused_seconds=None if older_than is None else older_than * DAY_SECONDS)
+    removed, skipped = prune(max_bytes=limit, unused_seconds=None if older_than is None else older_than * DAY_SECONDS)
     freed = sum(entry.bytes for entry in removed)
     if as_json:
-        print_json({"removed": [_document(e) for e in removed], "freed_bytes": freed})
+        lists = {"removed": [_document(e) for e in removed], "skipped": [_document(e) for e in skipped]}
+        print_json({**lists, "freed_bytes": freed})
         return
+    for entry in skipped:
+        log.warning("kept %s: a command is using or writing it", entry.path)
     for entry in removed:
         print(f"removed {entry.path}")
     print(f"freed {human_bytes(freed)}")

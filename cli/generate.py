@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from ..shardplan.errors import UsageError
 from .app import app
 from .generate_batch import batch_files, run_batch
-from .generate_one import GenerateOne, PromptSource
+from .generate_one import GenerateOne, PromptSource, check_checkpoint
 from .launching import (
     BlockSizeOption,
     CollectiveOption,
@@ -131,7 +132,8 @@ def generate(
     if prompts is None:
         _refuse_for_one(output, unordered, max_num_seqs, logprobs if not as_json else None)
         text = source.read()
-        shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load, dummy_weights)
+        check = partial(check_checkpoint, source=source, text=text, given=given)
+        shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load, dummy_weights, check)
         GenerateOne(shard_set, source, text, given, stop or []).run(launch, as_json=as_json)
         return
     source.refuse_beside_prompts()

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..shardplan.errors import UsageError
+from ..shardplan.errors import MgtpError, UsageError
 
 if TYPE_CHECKING:
     from ..runtime.launch.client import Generation
     from ..runtime.launch.start import LaunchOptions, StartedGroup
     from ..runtime.sampling_params import SamplingParams
     from ..runtime.text.tokenizer import Tokenizer
+    from ..shardplan.config import ModelConfig
     from ..shardplan.shard_set import ShardSet
+    from ..shardplan.sources.base import Source
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,43 @@ class PromptSource:
         return tokenizer.encode(rendered, add_special_tokens=False)
 
 
+def prepare(
+    folder: Path,
+    config: Mapping[str, Any],
+    model: ModelConfig,
+    source: PromptSource,
+    text: str | None,
+    given: Mapping[str, Any],
+) -> tuple[Tokenizer, list[int], SamplingParams]:
+    """Tokenizer, prompt and sampling for a model whose small files are in `folder`; raises what is wrong with them."""
+    from ..runtime.launch.client import check_prompt
+    from ..runtime.text.tokenizer import Tokenizer
+    from .sampling_options import sampling_params
+
+    tokenizer = Tokenizer.load(folder, config)
+    ids = source.encode(tokenizer, folder, text)
+    sampling = sampling_params(folder, model.vocab_size, given)
+    check_prompt(ids, sampling.max_tokens if "max_tokens" in given else 1, sys.maxsize, model.vocab_size)
+    return tokenizer, ids, sampling
+
+
+def check_checkpoint(checkpoint: Source, source: PromptSource, text: str | None, given: Mapping[str, Any]) -> None:
+    """Raise what `prepare` will find wrong with the set of a checkpoint, before it is sharded."""
+    from tempfile import TemporaryDirectory
+
+    from ..shardplan.families import parse_config
+
+    model = parse_config(checkpoint.config, f"{checkpoint.label}: config.json")
+    with TemporaryDirectory() as folder:
+        for name, content in checkpoint.files.items():
+            Path(folder, name).write_bytes(content)
+        try:
+            prepare(Path(folder), checkpoint.config, model, source, text, given)
+        except MgtpError as error:
+            message = error.message.replace(folder, checkpoint.label)
+            raise type(error)(message, error.hint.replace(folder, checkpoint.label)) from None
+
+
 class GenerateOne:
     """One generation. Making it checks everything that can be checked before ranks are started; raises UsageError."""
 
@@ -92,16 +131,11 @@ class GenerateOne:
         self, shard_set: ShardSet, source: PromptSource, text: str | None, given: Mapping[str, Any], stop: list[str]
     ) -> None:
         """`given`: the sampling options that the user gives."""
-        from ..runtime.launch.client import check_prompt
-        from ..runtime.text.tokenizer import Tokenizer
-        from .sampling_options import sampling_params
-
         self._shard_set, self._chat, self._stop = shard_set, source.chat, stop
-        self._tokenizer = Tokenizer.load(shard_set.path, shard_set.config)
-        self._ids = source.encode(self._tokenizer, shard_set.path, text)
         self._has_limit = "max_tokens" in given
-        self._sampling = sampling_params(shard_set.path, shard_set.model.vocab_size, given)
-        check_prompt(self._ids, self._wanted, sys.maxsize, shard_set.model.vocab_size)
+        self._tokenizer, self._ids, self._sampling = prepare(
+            shard_set.path, shard_set.config, shard_set.model, source, text, given
+        )
 
     @property
     def _wanted(self) -> int:

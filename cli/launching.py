@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..runtime.launch.start import LaunchOptions, StartedGroup
     from ..shardplan.plan import ShardPlan
     from ..shardplan.shard_set import ShardSet
+    from ..shardplan.sources.base import Source
 
 log = logging.getLogger("mgtp.cli")
 
@@ -120,15 +122,17 @@ def open_set(
     revision: str | None = None,
     verify: bool = False,
     dummy: bool = False,
+    check: Callable[[Source], None] = lambda source: None,
 ) -> ShardSet:
     """The shard set to run, checked strictly: `model` itself, or the cached set of the checkpoint that it is.
 
     A --tp-size or --dtype other than the set's own is refused. With `verify`, the weights' hashes are checked too. With
     `dummy`, the set that sharding would give for the config.json that `model` is, on one rank unless told otherwise.
+    `check` may refuse a checkpoint before it is sharded.
     """
     if dummy:
         return _dummy_set(model, tp_size or 1, dtype or "auto", {"--revision": revision, "--verify-on-load": verify})
-    shard_set = _find_set(model, tp_size, dtype, revision)
+    shard_set = _find_set(model, tp_size, dtype, revision, check)
     if verify:
         _verify(shard_set)
     return shard_set
@@ -154,16 +158,19 @@ def _verify(shard_set: ShardSet) -> None:
         faults = verify_set(shard_set, progress)
     if faults:
         raise CheckpointError(
-            f"{shard_set.path}: {counted(len(faults), 'fault')}, the first in {faults[0]}", "see mgtp verify"
+            f"{shard_set.path}: {counted(len(faults), 'fault')}, the first: {faults[0]}", "see mgtp verify"
         )
 
 
-def _find_set(model: str, tp_size: int | None, dtype: str | None, revision: str | None) -> ShardSet:
+def _find_set(
+    model: str, tp_size: int | None, dtype: str | None, revision: str | None, check: Callable[[Source], None]
+) -> ShardSet:
+    from ..shardplan.in_use import hold
     from ..shardplan.shard_set import ShardSet
 
     path = Path(model)
     if _is_checkpoint(path):
-        return _from_cache(model, tp_size, dtype, revision)
+        return _from_cache(model, tp_size, dtype, revision, check)
     if revision is not None:
         raise UsageError(f"--revision {revision}: {model} is a folder", "revisions belong to models on the hub")
     shard_set = ShardSet.open(path, tp_size=tp_size)
@@ -171,9 +178,9 @@ def _find_set(model: str, tp_size: int | None, dtype: str | None, revision: str 
     if dtype not in (None, "auto", stored):
         raise UsageError(
             f"--dtype {dtype}: {model} holds {stored} weights",
-            f"write such a set: mgtp shard MODEL --tp-size {shard_set.plan.tp_size} --dtype {dtype} --out DIR",
+            f"shard the checkpoint again: mgtp shard MODEL --tp-size {shard_set.plan.tp_size} --dtype {dtype}",
         )
-    return shard_set
+    return replace(shard_set, in_use=hold(path))
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -185,7 +192,9 @@ def _is_checkpoint(path: Path) -> bool:
     return inspect(path) is State.OTHER
 
 
-def _from_cache(model: str, tp_size: int | None, dtype: str | None, revision: str | None) -> ShardSet:
+def _from_cache(
+    model: str, tp_size: int | None, dtype: str | None, revision: str | None, check: Callable[[Source], None]
+) -> ShardSet:
     from ..shardplan.cache import cached_set
     from ..shardplan.sources import open_source
     from .progress import bytes_progress
@@ -193,12 +202,12 @@ def _from_cache(model: str, tp_size: int | None, dtype: str | None, revision: st
     source = open_source(model, revision=revision)
     if tp_size is None:
         raise UsageError(f"{model} is a checkpoint: how many ranks?", "add --tp-size N, or run a folder of mgtp shard")
+    check(source)
     with bytes_progress("sharding") as progress:
 
         def announce(path: Path, plan: ShardPlan) -> None:
             for note in plan.notes:
                 log.warning("%s: %s", model, note)
-            log.info("sharding %s for %d rank(s) in %s into the cache: %s", model, tp_size, plan.dtype, path)
 
         shard_set = cached_set(source, tp_size, dtype or "auto", on_write=announce, progress=progress)
     log.info("running %s", shard_set.path)
@@ -210,13 +219,15 @@ def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGrou
     """Ranks of `shard_set`, started with progress on stderr, and gone when the block ends."""
     from ..runtime.launch.room import check_gpus
     from ..runtime.launch.start import start_ranks
+    from ..shardplan.values import counted
 
     check_gpus(shard_set, options)
     with show_stages(shard_set.plan.tp_size * options.cp_size) as on_stage:
         started = start_ranks(shard_set, options, on_stage)
     with started.group:
         tokens = started.ready[0].kv_cache_tokens
-        log.info("%d rank(s) ready in %.1f s, KV cache for %d tokens", len(started.ready), started.seconds, tokens)
+        ranks = counted(len(started.ready), "rank")
+        log.info("%s ready in %.1f s, KV cache for %d tokens", ranks, started.seconds, tokens)
         yield started
 
 

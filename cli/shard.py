@@ -39,7 +39,7 @@ def shard(
     dtype: ShardDtypeOption = "auto",
     revision: RevisionOption = None,
     shares: SharesOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing shard set.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a shard set that is not this one.")] = False,
     threads: Annotated[
         int | None, typer.Option(callback=positive, help="Threads that do the work; default: one a core, at most 8.")
     ] = None,
@@ -47,9 +47,11 @@ def shard(
 ) -> None:
     """Cut a checkpoint into one file per rank, and write plan.json. Prints the folder.
 
-    An interrupted run is continued by the same command. JSON: out, tp_size, dtype, fingerprint, total_bytes (of all
-    files), ranks (rank, file, bytes), notes, seconds.
+    An interrupted run is continued by the same command; after a complete one it finds that nothing is to be done (the
+    checkpoint is hashed again for that). JSON: out, written (false then), tp_size, dtype, fingerprint, total_bytes (of
+    all files), ranks (rank, file, bytes), notes, seconds.
     """
+    from ..shardplan.complete import complete_plan
     from ..shardplan.planner import make_plan
     from ..shardplan.quantities import parse_shares
     from ..shardplan.sources import open_source
@@ -65,19 +67,26 @@ def shard(
         log.warning("%s: %s", model, note)
     if out is None:
         out = default_folder(model, tp_size)
-    with bytes_progress("sharding") as progress:
-        plan = write_shards(source, plan, out, force=force, progress=progress, threads=threads)
+    with bytes_progress("comparing") as progress:
+        complete = None if force else complete_plan(source, plan, out, progress, threads)
+    if complete is None:
+        with bytes_progress("sharding") as progress:
+            plan = write_shards(source, plan, out, force=force, progress=progress, threads=threads)
     seconds = time.monotonic() - begin
-    log.info("wrote %s in %.1f s", human_bytes(sum(rank.bytes for rank in plan.ranks)), seconds)
+    if complete is None:
+        log.info("wrote %s in %.1f s", human_bytes(sum(rank.bytes for rank in plan.ranks)), seconds)
+    else:
+        log.info("%s is complete already, from the same checkpoint, options and version: nothing was written", out)
     if as_json:
-        print_json(_document(plan, out, seconds))
+        print_json(_document(complete or plan, out, complete is None, seconds))
     else:
         print(out)
 
 
-def _document(plan: ShardPlan, out: Path, seconds: float) -> dict[str, object]:
+def _document(plan: ShardPlan, out: Path, written: bool, seconds: float) -> dict[str, object]:
     return {
         "out": str(out),
+        "written": written,
         "tp_size": plan.tp_size,
         "dtype": plan.dtype,
         "fingerprint": plan.fingerprint,

@@ -13,12 +13,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .errors import CheckpointError, MgtpError
+from .in_use import alone, hold
 from .output_folder import FolderBusy, locked
-from .plan import FORMAT_VERSION, ShardPlan
+from .plan import FORMAT_VERSION, PLAN_FILE, ShardPlan
 from .planner import make_plan
 from .shard_set import ShardSet
 from .sources.base import Source
@@ -58,18 +59,20 @@ def cached_set(
 ) -> ShardSet:
     """The shard set of `source` for `tp_size` ranks: found, or written now (`on_write` is told before).
 
-    Two runs that want the same set do not write it twice: the later one waits. Raises what planning and writing raise.
+    It is held in use for as long as what is returned. Two runs that want the same set do not write it twice: the later
+    one waits. Raises what planning and writing raise.
     """
     plan = make_plan(source, tp_size, dtype)
     path = cache_folder() / _entry_name(source, plan)
     while True:
-        if (path / "plan.json").exists():
+        held = hold(path)
+        if held is not None and (path / PLAN_FILE).exists():
             try:
                 shard_set = ShardSet.open(path, tp_size=tp_size)
             except CheckpointError as error:
                 raise CheckpointError(f"cached {error.message}", f"remove it: rm -r {path}") from None
             _note_use(path, source.label)
-            return shard_set
+            return replace(shard_set, in_use=held)
         path.parent.mkdir(parents=True, exist_ok=True)
         on_write(path, plan)
         _note_use(path, source.label)
@@ -87,21 +90,28 @@ def entries() -> list[Entry]:
     return sorted((_entry(p) for p in folder.iterdir() if p.is_dir()), key=lambda entry: entry.used)
 
 
-def prune(*, max_bytes: int | None = None, unused_seconds: float | None = None) -> list[Entry]:
+def prune(*, max_bytes: int | None = None, unused_seconds: float | None = None) -> tuple[list[Entry], list[Entry]]:
     """Remove sets unused for longer than `unused_seconds`, then the longest unused until `max_bytes` are left.
 
-    Sets that are being written are left alone. Returns what was removed.
+    Sets that are in use or being written are left alone. Returns what was removed, and what was to be but was not.
     """
-    kept, removed = entries(), []
-    left = sum(entry.bytes for entry in kept)
-    for entry in kept:
+    removed: list[Entry] = []
+    skipped: list[Entry] = []
+    found = entries()
+    left = sum(entry.bytes for entry in found)
+    for entry in found:
         too_old = unused_seconds is not None and time.time() - entry.used > unused_seconds
         too_much = max_bytes is not None and left > max_bytes
-        if (too_old or too_much) and not _is_locked(entry.path):
-            _remove(entry)
-            removed.append(entry)
-            left -= entry.bytes
-    return removed
+        if not (too_old or too_much):
+            continue
+        with alone(entry.path) as unused:
+            if unused and not _is_written(entry.path):
+                _remove(entry)
+                removed.append(entry)
+                left -= entry.bytes
+            else:
+                skipped.append(entry)
+    return removed, skipped
 
 
 def _entry_name(source: Source, plan: ShardPlan) -> str:
@@ -138,14 +148,14 @@ def _entry(path: Path) -> Entry:
 def _remove(entry: Entry) -> None:
     """plan.json goes first: what is left of an interrupted removal is no shard set."""
     try:
-        (entry.path / "plan.json").unlink(missing_ok=True)
+        (entry.path / PLAN_FILE).unlink(missing_ok=True)
         shutil.rmtree(entry.path)
         entry.path.with_name(entry.path.name + ".json").unlink(missing_ok=True)
     except OSError as error:
         raise MgtpError(f"{entry.path}: {error.strerror}", "check the permissions of the cache") from None
 
 
-def _is_locked(path: Path) -> bool:
+def _is_written(path: Path) -> bool:
     """Whether another process writes this set at the moment."""
     if not path.is_dir():
         return False

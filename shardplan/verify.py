@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,10 @@ from .hashing import hash_file_range
 from .names import canonical_name
 from .plan import RankPlan, TensorPlan
 from .planner import match
-from .shard_set import ShardSet
+from .shard_set import PlanFolder, ShardSet
 from .slicing import as_bytes, convert, part_of_window, source_bytes, windows
 from .sources.base import Source, TensorInfo
+from .sources.small_files import CONFIG_FILE
 from .workers import WorkerPool, usable_cores
 
 ProgressCallback = Callable[[int, int], None]
@@ -36,17 +38,40 @@ class Fault:
         return ": ".join(part for part in (self.file, self.tensor, self.reason) if part)
 
 
+def verify_folder(folder: PlanFolder, rank: int | None = None, progress: ProgressCallback | None = None) -> list[Fault]:
+    """Check every file of a plan, small ones too; with a `rank` its file alone, and what is there of the small ones.
+
+    Raises CheckpointError when the plan is not for the model that its config.json describes.
+    """
+    faults = [Fault(name, "", "no such file") for name in folder.missing(folder.plan.files) if rank is None]
+    for name in folder.plan.files.keys() - folder.missing(folder.plan.files):
+        faults += _fault_of(folder.read_file, name, name)
+    faults += [Fault(name, "", "not part of the shard set") for name in folder.foreign_files()]
+    ranks = range(folder.plan.tp_size) if rank is None else [rank]
+    if not any(fault.file == CONFIG_FILE for fault in faults) and not folder.missing([CONFIG_FILE]):
+        folder.read_model(folder.read_file(CONFIG_FILE), ranks)
+    return sorted(faults, key=lambda f: f.file) + verify_set(folder, progress, ranks=ranks)
+
+
 def verify_set(
-    shard_set: ShardSet, progress: ProgressCallback | None = None, threads: int | None = None
+    folder: PlanFolder,
+    progress: ProgressCallback | None = None,
+    threads: int | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> list[Fault]:
-    """Hash every tensor of every rank again, several at a time; a fault for each that is not what the plan says.
+    """Hash every tensor of every rank, or of `ranks`, again; a fault for each that is not what the plan says.
 
     A file that is missing, or has another size or header, is one fault.
     """
-    faults, ranks = _file_faults(shard_set)
-    tensors = [(rank, tensor) for rank in ranks for tensor in rank.tensors]
+    faults: list[Fault] = []
+    sound: list[RankPlan] = []
+    for rank in folder.plan.ranks if ranks is None else [folder.plan.ranks[r] for r in ranks]:
+        found = _fault_of(folder.check_rank_file, rank, rank.file)
+        faults += found
+        sound += [] if found else [rank]
+    tensors = [(rank, tensor) for rank in sound for tensor in rank.tensors]
     total, done = sum(tensor.bytes for _, tensor in tensors), 0
-    with _descriptors(shard_set, ranks) as fds, _pool(threads) as pool:
+    with _descriptors(folder, sound) as fds, _pool(threads) as pool:
         checks = pool.map(lambda pair: _check_tensor(fds[pair[0].rank], *pair), tensors)
         for (_, tensor), fault in zip(tensors, checks, strict=True):
             if fault is not None:
@@ -57,24 +82,20 @@ def verify_set(
     return faults
 
 
-def _file_faults(shard_set: ShardSet) -> tuple[list[Fault], list[RankPlan]]:
-    """A fault for each rank file that is not the plan's by size or header, and the ranks of the others."""
-    faults: list[Fault] = []
-    sound: list[RankPlan] = []
-    for rank in shard_set.plan.ranks:
-        try:
-            shard_set.check_rank_file(rank)
-            sound.append(rank)
-        except CheckpointError as error:
-            faults.append(Fault(rank.file, "", error.message.removeprefix(f"{shard_set.rank_path(rank.rank)}: ")))
-    return faults, sound
+def _fault_of(check: Callable[[Any], object], what: Any, file: str) -> list[Fault]:
+    """What a check of `file` finds wrong, if anything."""
+    try:
+        check(what)
+    except CheckpointError as error:
+        return [Fault(file, "", error.message.partition(f"{file}: ")[2] or error.message)]
+    return []
 
 
 def _check_tensor(fd: int, rank: RankPlan, tensor: TensorPlan) -> Fault | None:
     try:
         found = hash_file_range(fd, rank.data_offset + tensor.offset, tensor.bytes)
-    except OSError as error:
-        return Fault(rank.file, tensor.name, f"cannot be read: {error.strerror}")
+    except (OSError, ValueError, OverflowError) as error:  # a plan that was not held against a model may say anything
+        return Fault(rank.file, tensor.name, f"cannot be read: {getattr(error, 'strerror', error)}")
     if found == tensor.hash:
         return None
     return Fault(rank.file, tensor.name, "the file ends before" if found is None else "does not have the plan's hash")
@@ -113,7 +134,7 @@ def _compare_files(shard_set: ShardSet, source: Source) -> list[Fault]:
     """Config, tokenizer and template have to be the checkpoint's own."""
     ours, theirs = shard_set.model_files(), source.files
     return [
-        Fault(name, "", "is not the checkpoint's")
+        Fault(name, "", "not the checkpoint's")
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
     ]
@@ -145,24 +166,22 @@ def _compare_tensor(
         values = source.rows(info.name, start, stop)
         list(pool.map(lambda r: compare(r, start, values), range(len(ranks))))  # noqa: B023 - used up at once
     return [
-        Fault(rank.file, info.name, "its values are not the checkpoint's")
+        Fault(rank.file, info.name, "not the checkpoint's values")
         for rank, equal in zip(ranks, is_equal, strict=True)
         if not equal
     ]
 
 
 @contextmanager
-def _descriptors(shard_set: ShardSet, ranks: list[RankPlan]) -> Iterator[dict[int, int]]:
+def _descriptors(folder: PlanFolder, ranks: list[RankPlan]) -> Iterator[dict[int, int]]:
     """The files of `ranks`, open for reading: rank -> descriptor."""
     with ExitStack() as stack:
         fds: dict[int, int] = {}
         for rank in ranks:
             try:
-                file = stack.enter_context(shard_set.rank_path(rank.rank).open("rb"))
+                file = stack.enter_context(folder.rank_path(rank.rank).open("rb"))
             except OSError as error:
-                raise CheckpointError(
-                    f"{shard_set.path / rank.file}: {error.strerror}", "copy the file again"
-                ) from None
+                raise CheckpointError(f"{folder.path / rank.file}: {error.strerror}", "copy the file again") from None
             fds[rank.rank] = file.fileno()
         yield fds
 

@@ -15,13 +15,17 @@ TOLERANCE = 0.05
 """Part of the planned weight bytes by which a rank may be off."""
 
 NOISE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Memory that loading takes whatever the model's size: the allocator's arenas, the driver's modules and streams."""
+"""Memory that loading takes whatever the model's size: the allocator's arenas or pages (of 20 MiB on a GPU), the
+driver's modules and streams. So much a rank may be off in any case."""
 
 TIMEOUT_SECONDS = 120.0
 
 
 class RankMemory(msgspec.Struct):
-    """One rank: what its plan says, and what it holds, in bytes. `share` is its part of all measured weights."""
+    """One rank: what its plan says, and what it holds, in bytes. `share` is its part of all measured weights.
+
+    It may be off its plan by `allowance_bytes`.
+    """
 
     rank: int
     device: str
@@ -31,6 +35,7 @@ class RankMemory(msgspec.Struct):
     weight_bytes: int
     share: float
     within_plan: bool
+    allowance_bytes: int
     device_used_bytes: int
     device_free_bytes: int
     device_total_bytes: int
@@ -72,7 +77,7 @@ def _compare(plan: ShardPlan, report: MemoryReport, device: str, total: int) -> 
     planned = plan.ranks[report.rank % plan.tp_size]
     # The whole data section is brought over, padding included; pages round it up.
     expected = planned.bytes - planned.data_offset
-    off = abs(report.weight_bytes - expected)
+    allowance = max(int(TOLERANCE * expected), NOISE_BYTES[device.split(":")[0]])
     return RankMemory(
         rank=report.rank,
         device=device,
@@ -81,7 +86,8 @@ def _compare(plan: ShardPlan, report: MemoryReport, device: str, total: int) -> 
         planned_weight_bytes=expected,
         weight_bytes=report.weight_bytes,
         share=report.weight_bytes / max(1, total),
-        within_plan=off <= max(TOLERANCE * expected, NOISE_BYTES[device.split(":")[0]]),
+        within_plan=abs(report.weight_bytes - expected) <= allowance,
+        allowance_bytes=allowance,
         device_used_bytes=report.device_used_bytes,
         device_free_bytes=report.device_free_bytes,
         device_total_bytes=report.device_total_bytes,

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...shardplan.errors import CheckpointError, MgtpError, UsageError
+from ...shardplan.errors import CheckpointError, UsageError
 from .files import one_line, read_json_object, token_text
 from .pieces import PieceRules
 
@@ -19,7 +19,7 @@ class Tokenizer:
     """A tokenizer.json with the special ids that the checkpoint's configuration names.
 
     Without a tokenizer.json the ids still work (`bos_id`, `eos_ids`, `vocab_size`); anything that needs text raises
-    MgtpError.
+    UsageError.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer; raises MgtpError where there is no tokenizer.json."""
+        """The library's tokenizer; raises UsageError where there is no tokenizer.json."""
         if self._backend is None:
-            raise MgtpError(
+            raise UsageError(
                 f"{self._label} has no tokenizer.json, so text can be neither read nor written",
-                "give the prompt as token ids, or shard a checkpoint that has a tokenizer.json",
+                "give the prompt as token ids (--prompt-ids), or use a checkpoint that has a tokenizer.json",
             )
         return self._backend
 

@@ -12,6 +12,7 @@ from mgtp.cli.app import main
 from mgtp.shardplan import cache
 from mgtp.shardplan.errors import CheckpointError, UsageError
 from mgtp.shardplan.sources import open_source
+from tests.tiny import write_llama
 
 
 @pytest.fixture
@@ -84,9 +85,10 @@ def test_list_and_prune(folder, tiny_checkpoint, capsys):
     assert [s["tp_size"] for s in listed["sets"]] == [2, 2]
     assert listed["total_bytes"] == sum(s["bytes"] for s in listed["sets"])
     older, newer = listed["sets"]
-    assert [str(e.path) for e in cache.prune(max_bytes=newer["bytes"])] == [older["path"]]
+    removed, skipped = cache.prune(max_bytes=newer["bytes"])
+    assert [str(e.path) for e in removed] == [older["path"]] and not skipped
     assert main(["cache", "prune", "--max-size", "1GiB", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"removed": [], "freed_bytes": 0}
+    assert json.loads(capsys.readouterr().out) == {"removed": [], "skipped": [], "freed_bytes": 0}
     assert main(["cache", "prune", "--older-than", "1"]) == 0
     assert len(cache.entries()) == 1
     assert main(["cache", "prune", "--all"]) == 0
@@ -99,8 +101,67 @@ def test_a_set_that_is_being_written_is_not_pruned(folder, tiny_checkpoint):
 
     path, _ = writes(open_source(str(tiny_checkpoint("base"))))
     with locked(path):
-        assert not cache.prune(max_bytes=0)
-    assert [e.path for e in cache.prune(max_bytes=0)] == [path]
+        removed, skipped = cache.prune(max_bytes=0)
+        assert not removed and [e.path for e in skipped] == [path]
+    assert [e.path for e in cache.prune(max_bytes=0)[0]] == [path]
+
+
+def test_a_set_in_use_is_not_pruned_and_named(folder, tiny_checkpoint, capsys):
+    """From the moment it is found until its user has gone; others can use it all the while."""
+    source = open_source(str(tiny_checkpoint("base")))
+    first, second = cache.cached_set(source, 2), cache.cached_set(source, 2)
+    for used in (first, second):
+        assert used.in_use is not None
+    del first, used
+    assert main(["cache", "prune", "--all"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "freed 0 B\n" and f"kept {second.path}: a command is using" in said.err
+    assert (second.path / "plan.json").exists()
+    del second
+    assert main(["cache", "prune", "--all", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["removed"]) == 1
+
+
+def test_a_set_that_is_removed_while_it_is_waited_for_is_written_again(folder, tiny_checkpoint):
+    import threading
+
+    from mgtp.shardplan.in_use import alone, hold
+
+    path, _ = writes(open_source(str(tiny_checkpoint("base"))))
+    found = []
+    with alone(path) as unused:
+        assert unused
+        waiting = threading.Thread(target=lambda: found.append(hold(path)))
+        waiting.start()
+        shutil.rmtree(path)
+    waiting.join()
+    assert found == [None] and hold(path) is None
+    assert writes(open_source(str(tiny_checkpoint("base")))) == (path, True)
+
+
+def test_an_empty_cache_says_so(folder, capsys):
+    assert main(["cache", "list"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == f"no shard sets in {folder}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--prompt", "x"], 2, "has no tokenizer.json"),
+        (["--prompt", "x", "--chat"], 2, "no chat template"),
+        (["--prompt-ids", "1,999"], 2, "999"),
+        (["--prompt-ids", "1,2", "--top-p", "7"], 2, "--top-p is 7.0"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused_before_a_checkpoint_is_sharded(
+    options, code, words, folder, tmp_path, capsys
+):
+    model = write_llama(tmp_path / "model")
+    assert main(["generate", str(model), "--tp-size", "2", *options]) == code
+    said = capsys.readouterr().err
+    assert words in said and str(tmp_path / "tmp") not in said
+    assert not folder.exists()
 
 
 def test_a_checkpoint_needs_a_tp_size(folder, tiny_checkpoint):

@@ -15,7 +15,7 @@ import pytest
 
 from tests.crashes import content
 from tests.processes import Finished, environment, mgtp, start
-from tests.tiny import write_llama
+from tests.tiny import write_llama, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,17 @@ def test_shard_prints_the_folder(tmp_path: Path, model: Path) -> None:
 def test_shard_json(tmp_path: Path, model: Path) -> None:
     out = tmp_path / "set"
     document = json.loads(mgtp(tmp_path, "shard", str(model), "--tp-size", "2", "--out", str(out), "--json").out)
-    assert set(document) == {"out", "tp_size", "dtype", "fingerprint", "total_bytes", "ranks", "notes", "seconds"}
+    assert set(document) == {
+        "out",
+        "written",
+        "tp_size",
+        "dtype",
+        "fingerprint",
+        "total_bytes",
+        "ranks",
+        "notes",
+        "seconds",
+    }
     assert document["dtype"] == "bfloat16" and document["tp_size"] == 2
     assert document["fingerprint"].startswith("xxh3_128:")
     for rank in document["ranks"]:
@@ -81,13 +91,76 @@ def test_wrong_options(tmp_path: Path, model: Path, options: list[str], code: in
 
 def test_missing_model(tmp_path: Path) -> None:
     failed(mgtp(tmp_path, "shard", str(tmp_path / "nowhere"), "--tp-size", "2", code=3), "nowhere")
+    failed(mgtp(tmp_path, "shard", "no/where", "--tp-size", "2", code=3, HF_HUB_OFFLINE="1"), "no such folder here")
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, model: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for path, what in ((tmp_path / "pipe.gguf", "a named pipe"), (Path("/dev/null"), "a device")):
+        run = mgtp(tmp_path, "shard", str(path), "--tp-size", "2", code=3)
+        failed(run, f"{path}: {what}, not a folder")
+        assert "pass a checkpoint folder" in run.err
+    shutil.copytree(model, tmp_path / "own")
+    (tmp_path / "own" / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "own" / "model.safetensors")
+    run = mgtp(tmp_path, "shard", str(tmp_path / "own"), "--tp-size", "2", code=3)
+    failed(run, "model.safetensors: a named pipe, not a regular file")
+    assert "hint: put the file itself there" in run.err
+
+
+def test_wrong_settings_name_file_and_key(tmp_path: Path, model: Path) -> None:
+    own = shutil.copytree(model, tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    for key, value in (("num_hidden_layers", None), ("hidden_act", "x"), ("architectures", ["X"]), ("text_config", 3)):
+        (own / "config.json").write_text(json.dumps({**config, key: value}))
+        failed(mgtp(tmp_path, "plan", str(own), "--tp-size", "2", code=3), str(own), "config.json", key)
+
+
+def test_line_breaks_in_names_are_escaped(tmp_path: Path, model: Path) -> None:
+    """In errors and in the log: each stays one line, and shows the name as it is."""
+    own = shutil.copytree(model, tmp_path / "two\nlines")
+    run = mgtp(tmp_path, "shard", str(own), "--tp-size", "2", "--out", str(tmp_path / "a\tset"))
+    assert "two\\nlines for 2 ranks" in run.err and "a\\tset" in run.err
+    failed(mgtp(tmp_path, "shard", str(own), "--tp-size", "99", code=2), "99")
+    failed(mgtp(tmp_path, "verify", str(own), code=3), "two\\nlines: not a shard set")
 
 
 def test_existing_set(tmp_path: Path, model: Path) -> None:
     command = ("shard", str(model), "--tp-size", "2", "--out", str(tmp_path / "set"))
     mgtp(tmp_path, *command)
-    failed(mgtp(tmp_path, *command, code=2), "already holds a shard set")
-    mgtp(tmp_path, *command, "--force")
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in (tmp_path / "set").iterdir()}
+    run = mgtp(tmp_path, *command)
+    assert run.out == f"{tmp_path / 'set'}\n" and "is complete already" in run.err and "wrote" not in run.err
+    assert json.loads(mgtp(tmp_path, *command, "--json").out)["written"] is False
+    after = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in (tmp_path / "set").iterdir()}
+    assert after == before
+    assert json.loads(mgtp(tmp_path, *command, "--force", "--json").out)["written"] is True
+
+
+def test_existing_set_of_something_else(tmp_path: Path, model: Path) -> None:
+    """What differs is said, whatever it is, and nothing is touched."""
+    own = shutil.copytree(model, tmp_path / "own")
+    command = ("shard", str(own), "--tp-size", "2", "--out", str(tmp_path / "set"))
+    mgtp(tmp_path, *command)
+    before = content(tmp_path / "set")
+    for options, words in (
+        (["--tp-size", "4"], "tp size 2, not 4"),
+        (["--dtype", "float32"], "dtype bfloat16, not float32"),
+        (["--shares", "2,1"], "shares [1, 1], not [2, 1]"),
+    ):
+        failed(mgtp(tmp_path, *command, *options, code=2), "already holds a shard set", words)
+    weights = bytearray((own / "model.safetensors").read_bytes())
+    weights[-4] ^= 1
+    (own / "model.safetensors").write_bytes(weights)
+    failed(mgtp(tmp_path, *command, code=2), "already holds a shard set: made of other weights")
+    weights[-4] ^= 1
+    (own / "model.safetensors").write_bytes(weights)
+    (own / "generation_config.json").write_text("{}")
+    failed(mgtp(tmp_path, *command, code=2), "made with another generation_config.json")
+    (own / "generation_config.json").unlink()
+    assert content(tmp_path / "set") == before
+    os.truncate(tmp_path / "set" / "rank-0-of-2.safetensors", 10)
+    failed(mgtp(tmp_path, *command, code=2), "rank-0-of-2.safetensors", "10 bytes")
 
 
 def test_unequal_shares(tmp_path: Path, model: Path) -> None:
@@ -166,9 +239,26 @@ def test_plan_fits(tmp_path: Path, model: Path) -> None:
         "fits", "max_model_len", "longest_context", "max_sequences", "smallest_tp_size", "proposed_shares",
         "proposed_longest_context", "ranks",
     }  # fmt: skip
+    assert set(fit["ranks"][0]) == {
+        "rank", "device_bytes", "weight_bytes", "workspace_bytes", "context_bytes", "collective_bytes",
+        "kept_back_bytes", "cache_bytes", "longest_context", "max_sequences",
+    }  # fmt: skip
     assert fit["fits"] is True and fit["proposed_shares"] == [2, 1, 1] and fit["max_model_len"] == 200
     text = mgtp(tmp_path, "plan", *options).out
-    assert "fits: up to 256 tokens" in text and "--shares 2,1,1" in text
+    assert "fits: up to 256 tokens in one sequence, " in text and " sequences of 200 tokens at once" in text
+    assert "--shares 2,1,1" in text and "set aside on every device: 700 MiB for CUDA, 800 MiB for collectives" in text
+    columns = " ".join(text.splitlines()[0].split())
+    assert columns.endswith("weights KV/token workspace set aside for the cache of device longest context")
+
+
+def test_plan_with_less_than_the_whole_context(tmp_path: Path) -> None:
+    """No 'or 0 sequences of them': it fits, with a shorter context, which is said."""
+    long = write_llama(tmp_path / "long", dtype="bfloat16", max_position_embeddings=1 << 24)
+    options = (str(long), "--tp-size", "1", "--device-memory", "1GiB")
+    fit = plan_json(tmp_path, *options)["fit"]
+    assert fit["fits"] and fit["max_sequences"] == 0 and 0 < fit["longest_context"] < 1 << 24
+    line = f"fits: up to {fit['longest_context']} tokens in one sequence, less than the model's own {1 << 24}"
+    assert line in mgtp(tmp_path, "plan", *options).out
 
 
 def test_plan_does_not_fit(tmp_path: Path, model: Path) -> None:
@@ -176,7 +266,8 @@ def test_plan_does_not_fit(tmp_path: Path, model: Path) -> None:
     options = (str(model), "--tp-size", "2", "--device-memory", "512MiB")
     assert plan_json(tmp_path, *options, code=4)["fit"]["fits"] is False
     run = mgtp(tmp_path, "plan", *options, code=4)
-    assert "does not fit" in run.out and "error: " in run.err and "hint: " in run.err
+    assert "does not fit: there is room for no sequence at all; no tp size does" in run.out
+    assert "error: " in run.err and "hint: " in run.err
 
 
 @pytest.mark.parametrize("size", ["24", "x", "24GiB,12GiB,1GiB"])
@@ -203,7 +294,7 @@ def written(tmp_path: Path, model: Path) -> Path:
 def test_verify(tmp_path: Path, model: Path, written: Path) -> None:
     assert mgtp(tmp_path, "verify", str(written), "--against", str(model)).out.startswith("ok: 2 rank files")
     document = json.loads(mgtp(tmp_path, "verify", str(written), "--json").out)
-    assert set(document) == {"ok", "tp_size", "fingerprint", "bytes", "against", "faults", "seconds"}
+    assert set(document) == {"ok", "rank", "tp_size", "fingerprint", "bytes", "against", "faults", "seconds"}
     assert document["ok"] is True and document["faults"] == []
 
 
@@ -220,7 +311,51 @@ def test_verify_names_what_is_damaged(tmp_path: Path, written: Path) -> None:
 
 def test_verify_against_another_model(tmp_path: Path, written: Path) -> None:
     other = write_llama(tmp_path / "other", dtype="bfloat16", seed=1)
-    failed(mgtp(tmp_path, "verify", str(written), "--against", str(other), code=3), "not the checkpoint's")
+    run = mgtp(tmp_path, "verify", str(written), "--against", str(other), code=3)
+    failed(run, f"{written} is not {other} cut up: ", "differences, the first: ", "not the checkpoint's values")
+    assert "compare with the checkpoint that it was made from" in run.err
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path: Path, model: Path) -> Path:
+    own = shutil.copytree(model, tmp_path / "model")
+    write_tokenizer(own)
+    mgtp(tmp_path, "shard", str(own), "--tp-size", "2", "--out", str(tmp_path / "set"))
+    return tmp_path / "set"
+
+
+def test_verify_names_every_missing_file(tmp_path: Path, with_tokenizer: Path) -> None:
+    written = with_tokenizer
+    for name in ("config.json", "tokenizer.json", "rank-1-of-2.safetensors"):
+        (written / name).unlink()
+    run = mgtp(tmp_path, "verify", str(written), code=3)
+    failed(run, "3 faults, the first: config.json: no such file")
+    for name in ("config.json", "tokenizer.json", "rank-1-of-2.safetensors"):
+        assert f"{name}: no such file\n" in run.err
+    failed(mgtp(tmp_path, "generate", str(written), "--prompt", "x", code=3), "3 files are missing: config.json")
+
+
+def test_verify_one_rank_alone(tmp_path: Path, with_tokenizer: Path) -> None:
+    """Its file and the plan are enough; what is there of the small files is checked too."""
+    written = with_tokenizer
+    node = tmp_path / "node"
+    node.mkdir()
+    for name in ("plan.json", "rank-1-of-2.safetensors"):
+        shutil.copy(written / name, node)
+    run = mgtp(tmp_path, "verify", str(node), "--rank", "1")
+    assert run.out.startswith("ok: rank-1-of-2.safetensors, ")
+    assert "not here, but needed to run the rank: config.json, tokenizer.json" in run.err
+    document = json.loads(mgtp(tmp_path, "verify", str(node), "--rank", "1", "--json").out)
+    size = (written / "rank-1-of-2.safetensors").stat().st_size
+    assert document["ok"] and document["rank"] == 1 and size - 8192 < document["bytes"] < size
+    failed(mgtp(tmp_path, "verify", str(node), "--rank", "0", code=3), "rank-0-of-2.safetensors: no such file")
+    failed(mgtp(tmp_path, "verify", str(node), "--rank", "2", code=2), "--rank 2", "has 2 ranks")
+    failed(mgtp(tmp_path, "verify", str(node), "--rank", "1", "--against", "x", code=2), "--against")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(written / name, node)
+    assert "not here" not in mgtp(tmp_path, "verify", str(node), "--rank", "1").err
+    (node / "tokenizer.json").write_text("{}")
+    failed(mgtp(tmp_path, "verify", str(node), "--rank", "1", code=3), "tokenizer.json: not the file")
 
 
 def test_verify_truncated_file(tmp_path: Path, written: Path) -> None:
@@ -236,7 +371,7 @@ def test_verify_json_without_a_plan_is_a_document_too(tmp_path: Path, written: P
     assert not document["ok"] and document["tp_size"] is None and document["bytes"] == 0
     assert "rank files without plan.json" in document["faults"][0]["reason"]
     (written / "plan.json").mkdir()
-    failed(mgtp(tmp_path, "verify", str(written), code=3), "plan.json: not a regular file")
+    failed(mgtp(tmp_path, "verify", str(written), code=3), "plan.json: a folder, not a regular file")
 
 
 def test_moved_set_is_still_right(tmp_path: Path, model: Path, written: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mgtp.shardplan.planner import make_plan
-from mgtp.shardplan.shard_set import ShardSet
+from mgtp.shardplan.shard_set import ShardSet, open_plan
 from mgtp.shardplan.sources import open_source
-from mgtp.shardplan.verify import verify_against, verify_set
+from mgtp.shardplan.verify import verify_against, verify_folder, verify_set
 from mgtp.shardplan.writer import write_shards
 from tests.shardplan.memory_source import MemorySource, llama_source
 from tests.tiny import write_llama
@@ -67,7 +67,7 @@ def test_missing_short_and_swapped_files_are_all_named(tmp_path: Path) -> None:
     changed = bytearray(paths[3].read_bytes())
     changed[shard_set.plan.ranks[3].data_offset + tensor.offset] ^= 1
     paths[3].write_bytes(changed)
-    faults = verify_set(ShardSet.open_plan(tmp_path / "out"))
+    faults = verify_folder(open_plan(tmp_path / "out"))
     assert [(f.file, f.tensor) for f in faults] == [*((p.name, "") for p in paths[:3]), (paths[3].name, tensor.name)]
     assert [f.reason for f in faults] == [
         "no such file",
