@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any
@@ -18,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from ..shardplan.errors import MgtpError
+from ..shardplan.values import escaped
 from ..shardplan.version import __version__
 
 app = typer.Typer(
@@ -85,37 +88,39 @@ def _globals(
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code; every failure is one line and a hint on stderr."""
     arguments = sys.argv[1:] if argv is None else argv
+    values = [*arguments, *(a.partition("=")[2] for a in arguments)]
+    fail = partial(_fail, names=[value for value in values if not value.isprintable()])
     debug = "--debug" in arguments
     _load_commands()
     _handle_signals()
     try:
         return app(args=arguments, standalone_mode=False) or 0
     except MgtpError as error:
-        return _fail(error.message, error.hint, error.exit_code, debug)
+        return fail(error.message, error.hint, error.exit_code, debug)
     except _CLICK_ERROR as error:  # type: ignore[misc]
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
             print(error.ctx.get_help(), file=sys.stderr)  # type: ignore[attr-defined]
             return 2
         usage = isinstance(error, _USAGE_ERROR) and getattr(error, "ctx", None)
         path = error.ctx.command_path if usage else "mgtp"  # type: ignore[attr-defined]
-        return _fail(_usage_message(error, arguments), f"see {path} --help", 2, debug)
+        return fail(_usage_message(error, arguments), f"see {path} --help", 2, debug)
     except (KeyboardInterrupt, typer.Abort):
         signal.setitimer(signal.ITIMER_REAL, 0)
         _abandon(sys.stdout)
-        return _fail("interrupted", "", EXIT_INTERRUPTED, debug)
+        return fail("interrupted", "", EXIT_INTERRUPTED, debug)
     except Terminated:
         signal.setitimer(signal.ITIMER_REAL, 0)
         _abandon(sys.stdout)
-        return _fail("terminated", "", EXIT_TERMINATED, debug)
+        return fail("terminated", "", EXIT_TERMINATED, debug)
     except BrokenPipeError:
         _abandon(sys.stdout)  # the reader of stdout has gone: nothing is left to say
         return 1
     except OSError as error:
         _abandon(sys.stdout)  # it may be the one that is full
         name = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{name}{error.strerror or error}", "check the disk and the permissions, or --debug", 1, debug)
+        return fail(f"{name}{error.strerror or error}", "check the disk and the permissions, or --debug", 1, debug)
     except Exception as error:  # a fault of ours: still one line
-        return _fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
+        return fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
 
 
 _NOT_A_NUMBER = {
@@ -170,14 +175,17 @@ def _end(number: int, frame: object) -> None:
     raise error
 
 
-def _fail(message: str, hint: str, code: int, debug: bool) -> int:
+def _fail(message: str, hint: str, code: int, debug: bool, names: Sequence[str]) -> int:
+    """Say what went wrong, with all of `names`, which have line breaks or control characters, escaped."""
     from .console import stderr_is_stuck
 
     if stderr_is_stuck():
         os._exit(code)  # everything is cleaned up; the interpreter would wait for that reader
     if sys.stderr is None:  # closed by who started us
         return code
-    lines = [f"{name}: {' '.join(text.split())}\n" for name, text in (("error", message), ("hint", hint)) if text]
+    for name in names:
+        message, hint = (text.replace(name, escaped(name)) for text in (message, hint))
+    lines = [f"{what}: {' '.join(text.split())}\n" for what, text in (("error", message), ("hint", hint)) if text]
     try:
         if debug:
             traceback.print_exc()

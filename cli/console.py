@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler
 from typing import Any
 
+from ..shardplan.values import escaped
 from ..shardplan.workers import start_threads
 
 MAX_RECORDS = 10_000
@@ -29,6 +30,8 @@ def set_up_logging(level: str, form: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter("%(levelname).1s %(message)s" if level == "debug" else "%(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else plain)
+    if form != "json":
+        handler.addFilter(OneLine())
     ours = logging.getLogger("mgtp")
     ours.handlers[:] = [handler]
     ours.setLevel(level.upper())
@@ -48,6 +51,7 @@ def log_in_background() -> Iterator[None]:
         return
     records: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_RECORDS)
     handler = DroppingHandler(records)
+    handler.filters[:] = form.filters
     ours.handlers[:] = [handler]
     libraries.addHandler(handler)
     logging.captureWarnings(True)
@@ -114,6 +118,15 @@ def _stderr_descriptor() -> int | None:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
         return None
+
+
+class OneLine(logging.Filter):
+    """Makes a record's message one line, whatever the names in it hold; a traceback that follows keeps its lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets every record through."""
+        record.msg, record.args = escaped(record.getMessage()), None
+        return True
 
 
 class JsonFormatter(logging.Formatter):

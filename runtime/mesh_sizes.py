@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..shardplan.errors import UsageError
+from ..shardplan.values import counted
 
 
 def mesh_sizes(
@@ -19,7 +20,7 @@ def mesh_sizes(
     for option, size in (("tp", tp_size), ("cp", cp_size)):
         if size is not None and (size < 1 or num_ranks % size):
             raise UsageError(
-                f"--{option}-size {size} does not divide {num_ranks} rank(s)",
+                f"--{option}-size {size} does not divide {counted(num_ranks, 'rank')}",
                 f"sizes that do: {', '.join(map(str, _divisors(num_ranks)))}",
             )
     if tp_size is None:
@@ -28,7 +29,7 @@ def mesh_sizes(
     cp_size = num_ranks // tp_size if cp_size is None else cp_size
     if tp_size * cp_size != num_ranks:
         raise UsageError(
-            f"--tp-size {tp_size} x --cp-size {cp_size} is {tp_size * cp_size}, there are {num_ranks} rank(s)",
+            f"--tp-size {tp_size} x --cp-size {cp_size} is {tp_size * cp_size}, there are {counted(num_ranks, 'rank')}",
             f"use --cp-size {num_ranks // tp_size}, or leave one of the two out",
         )
     return {"tp": tp_size, "cp": cp_size}

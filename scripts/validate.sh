@@ -84,7 +84,7 @@ probe_memory() {
 import json, sys
 memory = json.load(open(sys.argv[1]))
 shares = ", ".join(f"{rank['share']:.1%}" for rank in memory["ranks"])
-print(f"{memory['tp_size']} rank(s) hold {shares} of {memory['total_weight_bytes'] / 1e9:.2f} GB")
+print(f"the ranks hold {shares} of {memory['total_weight_bytes'] / 1e9:.2f} GB")
 sys.exit(not memory["within_plan"])
 END
 }

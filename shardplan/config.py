@@ -5,7 +5,8 @@ H hidden size, D head dimension, Hq/Hkv query and key/value heads, V vocabulary 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +132,7 @@ class ConfigReader:
         """A positive integer, or with `least` 0 one that may be zero."""
         value = self.get(key, default)
         if value is None:
-            raise CheckpointError(f"config.json lacks {key!r}", "take config.json from the model's repository")
+            raise CheckpointError(f"config.json: {key!r} is missing", "take config.json from the model's repository")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 40:
             raise self._bad(key, value, "a positive integer" if least else "a positive integer or 0")
         return value
@@ -176,11 +177,20 @@ class ConfigReader:
         value = self.get(key, unless)
         if value != unless:
             raise CheckpointError(
-                f"{key}={shown(value)} is not supported", "this variant of the model cannot be run yet"
+                f"config.json: {key}={shown(value)} is not supported", "this variant of the model cannot be run yet"
             )
 
     def _bad(self, key: str, value: Any, wanted: str) -> CheckpointError:
         return CheckpointError(f"config.json: {key} is {shown(value)}, must be {wanted}", "fix config.json")
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Around code that reads a config: its CheckpointErrors begin with `where` that config.json is."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error.message.removeprefix('config.json: ')}", error.hint) from None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -112,13 +112,14 @@ def encode_plan(plan: ShardPlan) -> bytes:
 def decode_plan(content: bytes, path: Path) -> ShardPlan:
     """The plan in `content`; raises CheckpointError naming `path` for anything that is not a plan of this format."""
     try:
-        version = msgspec.json.decode(content, type=_Version).format_version
+        head = msgspec.json.decode(content, type=_Head)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a plan: {error}", "shard the checkpoint again with mgtp shard") from None
-    if version != FORMAT_VERSION:
+    if head.format_version != FORMAT_VERSION:
+        options = "".join(f" --{n} {v}" for n, v in (("tp-size", head.tp_size), ("dtype", head.dtype)) if v is not None)
         raise CheckpointError(
-            f"{path}: format version {version}, this mgtp reads version {FORMAT_VERSION}",
-            "write the set again with this version: mgtp shard MODEL --tp-size N --out DIR",
+            f"{path}: format version {head.format_version}, this mgtp reads version {FORMAT_VERSION}",
+            f"write the set again from its checkpoint: mgtp shard CHECKPOINT{options} --force --out {path.parent}",
         )
     try:
         return msgspec.json.decode(content, type=ShardPlan)
@@ -126,8 +127,12 @@ def decode_plan(content: bytes, path: Path) -> ShardPlan:
         raise CheckpointError(f"{path}: damaged plan: {error}", "shard the checkpoint again with mgtp shard") from None
 
 
-class _Version(msgspec.Struct):
+class _Head(msgspec.Struct):
+    """What plans of all versions say."""
+
     format_version: int
+    tp_size: int | None = None
+    dtype: str | None = None
 
 
 def rank_file_name(rank: int, tp_size: int) -> str:

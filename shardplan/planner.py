@@ -39,7 +39,7 @@ def match(source: Source) -> Blueprint:
 
     Raises CheckpointError listing every tensor that is missing, unexpected, or of another shape or type.
     """
-    model = parse_config(source.config)
+    model = parse_config(source.config, f"{source.label}: config.json")
     names = {k: v for k, v in canonical_names(source.tensors).items() if not is_unused(model, k)}
     model = replace(model, stacked_experts=has_stacked_experts(names))
     notes = list(source.notes)

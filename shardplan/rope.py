@@ -82,11 +82,11 @@ def parse_rope(
     if static_alpha and kind == "dynamic" and params.get("alpha"):
         kind = "ntk_alpha"
     if kind not in KINDS:
-        raise CheckpointError(f"rope type {shown(kind)} is not supported", f"supported: {', '.join(KINDS)}")
+        raise CheckpointError(f"rope_type is {shown(kind)}, which is not supported", f"supported: {', '.join(KINDS)}")
     for key in _REQUIRED.get(kind, ()):
         if params.get(key) is None and not (kind == "yarn" and key == "factor"):
             raise CheckpointError(
-                f"rope type {kind!r} lacks {key!r} in config.json", "add the field, see the model card"
+                f"{key!r} is missing from the rope settings of type {kind!r}", "add the field, see the model card"
             )
     theta = _number(params.get("rope_theta", config.get("rope_theta")), "rope_theta", default_theta)
     partial = _number(
@@ -121,7 +121,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str | None = None) ->
     for params in given:
         if not isinstance(params, Mapping):
             raise CheckpointError(
-                f"rope settings in config.json must be an object, not {shown(params)}", "fix config.json"
+                f"rope_scaling or rope_parameters is {shown(params)}, must be an object", "fix config.json"
             )
     params = given[0] if given else {}
     if layer_type is not None and isinstance(params.get(layer_type), Mapping):

@@ -17,6 +17,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 160 else text[:140] + "..." + text[-17:]
 
 
+def escaped(text: str) -> str:
+    """`text` on one line: what cannot be printed, line breaks and control characters, as Python escapes it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 def counted(count: int, noun: str) -> str:
     """'1 tensor', '2 tensors'."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ...shardplan.values import counted
+
 WORKSPACE_BYTES = 8 << 20
 """Symmetric memory of a group, on every rank. Larger messages are bound by bandwidth, where NCCL is at home."""
 
@@ -52,7 +54,7 @@ def _refusal(message: Message) -> str:
     if message.dtype not in ONE_SHOT_DTYPES:
         return f"{message.dtype} is not one of {', '.join(ONE_SHOT_DTYPES)}"
     if message.dims < 2:
-        return f"{message.dims} dimension(s): not hidden states"
+        return f"{counted(message.dims, 'dimension')}: not hidden states"
     if not message.contiguous:
         return "not contiguous"
     if message.num_bytes % ALIGNMENT or message.address % ALIGNMENT:

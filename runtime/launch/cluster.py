@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ...shardplan.errors import UsageError
 from ...shardplan.sharing import share
+from ...shardplan.values import counted
 from ..rank_link import SECRET_VARIABLE
 
 SHORTEST_SECRET = 16
@@ -63,7 +64,7 @@ def parse_cluster(num_nodes: int, node: int | None, rendezvous: str | None, num_
         raise UsageError(f"--node-rank {node} does not exist", f"valid: 0 to {num_nodes - 1}")
     if num_ranks < num_nodes:
         raise UsageError(
-            f"--nnodes {num_nodes}, but the set has {num_ranks} rank(s)", "every node runs one rank or more"
+            f"--nnodes {num_nodes}, but the set has {counted(num_ranks, 'rank')}", "every node runs one rank or more"
         )
     host, _, port = rendezvous.rpartition(":")
     highest = 65535 - NUM_PORTS + 1

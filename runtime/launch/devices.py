@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 
 from ...shardplan.errors import DeviceError, UsageError
+from ...shardplan.values import counted
 
 _SUCCESS, _NO_DEVICE = 0, 100
 
@@ -104,7 +105,7 @@ def _too_few(tp_size: int, cp_size: int, usable: int, visible: int) -> DeviceErr
     shape = f"tp size {tp_size}" + (f" x cp size {cp_size}" if cp_size > 1 else "")
     fewer = f"use --cp-size {usable // tp_size}" if usable >= tp_size else f"shard for --tp-size {usable}"
     return DeviceError(
-        f"{shape} needs {tp_size * cp_size} devices, {usable} of {visible} visible GPU(s) can be used",
+        f"{shape} needs {tp_size * cp_size} devices, {usable} of {counted(visible, 'visible GPU')} can be used",
         f"{fewer}, use --device cpu, or put several ranks on one GPU with --allow-shared-device",
     )
 

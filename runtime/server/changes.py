@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ...shardplan.errors import CheckpointError, UsageError
 from ...shardplan.shard_set import ShardSet
+from ...shardplan.values import counted
 from ..launch.device_memory import HOST, free_bytes, host_free_bytes, total_bytes
 from ..launch.room import check_room, has_full_room, launch_for, needs
 from ..launch.start import LaunchOptions
@@ -164,4 +165,6 @@ def _verify(shard_set: ShardSet) -> None:
 
     faults = verify_set(shard_set)
     if faults:
-        raise CheckpointError(f"{shard_set.path}: {len(faults)} tensor(s) are not as written", "see mgtp verify")
+        raise CheckpointError(
+            f"{shard_set.path}: {counted(len(faults), 'fault')}, the first: {faults[0]}", "see mgtp verify"
+        )

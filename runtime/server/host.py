@@ -14,6 +14,7 @@ import msgspec
 
 from ...shardplan.errors import CheckpointError, MgtpError, RankError
 from ...shardplan.shard_set import ShardSet
+from ...shardplan.values import counted
 from ..launch.async_ranks import AsyncRanks, start_ranks
 from ..launch.start import LaunchOptions, StartedGroup
 from ..messages import Stats
@@ -154,7 +155,8 @@ class ModelHost:
         gc.collect()
         gc.freeze()
         tokens = started.ready[0].kv_cache_tokens
-        log.info("%d rank(s) ready in %.1f s, KV cache for %d tokens", len(started.ready), started.seconds, tokens)
+        num_ranks = counted(len(started.ready), "rank")
+        log.info("%s ready in %.1f s, KV cache for %d tokens", num_ranks, started.seconds, tokens)
         return client
 
     async def _watch(
@@ -198,7 +200,9 @@ class ModelHost:
         if self._is_ending or not self.restarts.limit:
             raise self._failure
         if not self.restarts.allowed(now):
-            again = f"{self._failure.message}, after {self.restarts.limit} restart(s) within {WINDOW_SECONDS:g} s"
+            again = (
+                f"{self._failure.message}, after {counted(self.restarts.limit, 'restart')} within {WINDOW_SECONDS:g} s"
+            )
             raise RankError(again, self._failure.hint)
         pause, self._is_restarting = self.restarts.note(now), True
         self.metrics.restarts.inc()

@@ -16,6 +16,7 @@ import uvicorn
 
 from ...shardplan.errors import MgtpError
 from ...shardplan.shard_set import ShardSet
+from ...shardplan.values import counted
 from ..launch.start import LaunchOptions
 from .app import Server, build_app
 from .connections import Connection, Notices, allow_connections, notice_dead_peers, watch_accepting
@@ -134,7 +135,8 @@ class Life:
         """Let running requests finish, for as long as they may; the rest is told."""
         models = self.models
         if models.num_unfinished:
-            log.info("draining: %d sequence(s), at most %g s", models.num_unfinished, self._options.drain_timeout)
+            sequences = counted(models.num_unfinished, "sequence")
+            log.info("draining: %s, at most %g s", sequences, self._options.drain_timeout)
         deadline = time.monotonic() + self._options.drain_timeout
         while models.num_unfinished and time.monotonic() < deadline and not self._hurried.is_set():
             await asyncio.sleep(0.02)

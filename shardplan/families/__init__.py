@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ..config import ModelConfig, text_config
+from ..config import ModelConfig, located, text_config
 from ..errors import CheckpointError
 from ..partition import TensorSpec
 from ..values import shown
@@ -42,11 +42,17 @@ def family_module(name: str) -> ModuleType:
     return import_module(f"{__name__}.{name}")
 
 
-def parse_config(config: Mapping[str, Any]) -> ModelConfig:
+def parse_config(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """The model that config.json describes.
 
-    Raises CheckpointError, by name, for an unknown architecture, an option that is not implemented, or a bad value.
+    Raises CheckpointError, starting with `where` and naming the key, for an unknown architecture, an option that is not
+    implemented, or a bad value.
     """
+    with located(where):
+        return _parse(config)
+
+
+def _parse(config: Mapping[str, Any]) -> ModelConfig:
     name = architecture(config)
     for level in (config, text_config(config)):
         settings = level.get("quantization_config")
@@ -61,7 +67,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         if name in module.ARCHITECTURES:
             return module.parse(config)
     supported = sorted(a for f in FAMILIES for a in family_module(f).ARCHITECTURES)
-    raise CheckpointError(f"architecture {shown(name)} is not supported", f"supported: {', '.join(supported)}")
+    raise CheckpointError(f"architectures: {shown(name)} is not supported", f"supported: {', '.join(supported)}")
 
 
 def model_tensors(model: ModelConfig) -> Iterator[TensorSpec]:

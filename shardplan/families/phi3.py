@@ -41,7 +41,7 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     kind = params.get("rope_type") or params.get("type") or "default"
     kind = "longrope" if kind in ("su", "yarn") else kind
     if kind not in ("default", "longrope"):
-        raise CheckpointError(f"rope type {shown(kind)} is not supported for Phi-3", "supported: default, longrope")
+        raise CheckpointError(f"rope_type is {shown(kind)}, which Phi-3 does not have", "supported: default, longrope")
     return {**params, "rope_type": kind}
 
 

@@ -65,6 +65,11 @@ def _open_folder(path: Path, label: str) -> Source:
 
 
 def _open_file(path: Path, label: str) -> Source:
+    if os.path.exists(path) and not path.is_file():
+        from .files import file_kind
+
+        what = file_kind(path.stat().st_mode)
+        raise CheckpointError(f"{path}: {what}, not a folder and not a .gguf file", "pass a checkpoint folder")
     if path.suffix == ".gguf":
         from .gguf import open_gguf
 

@@ -51,5 +51,7 @@ def open_config(path: Path, dtype: str = "auto") -> ConfigSource:
         raise CheckpointError(f"{path}: {error.strerror}", "name a config.json, or a folder with one") from None
     stated = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     name = safetensors_name(stated if dtype == "auto" else dtype)
-    tensors = {spec.name: TensorInfo(spec.name, name, spec.shape) for spec in model_tensors(parse_config(config))}
+    tensors = {
+        spec.name: TensorInfo(spec.name, name, spec.shape) for spec in model_tensors(parse_config(config, str(path)))
+    }
     return ConfigSource(str(path), config, tensors)

@@ -49,10 +49,16 @@ def open_regular(path: Path) -> Iterator[tuple[int, FileStamp]]:
         with _reading(path):
             info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise CheckpointError(f"{path}: not a regular file", "name a folder with the model's files")
+            raise CheckpointError(f"{path}: {file_kind(info.st_mode)}, not a regular file", "put the file itself there")
         yield fd, FileStamp(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
     finally:
         os.close(fd)
+
+
+def file_kind(mode: int) -> str:
+    """What something that is not a regular file is."""
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def read_bytes(fd: int, path: Path, offset: int, size: int) -> bytes:

@@ -37,7 +37,7 @@ def translate(error: Exception, repo: str, revision: str | None) -> MgtpError:
     if isinstance(error, errors.RepositoryNotFoundError):
         return CheckpointError(
             f"{repo}: no such folder here, and no such model at {constants.ENDPOINT} (or it is private)",
-            "check the spelling; for a private model set HF_TOKEN or run `hf auth login`",
+            "check the path or the spelling; for a private model set HF_TOKEN or run `hf auth login`",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointError(
@@ -45,12 +45,16 @@ def translate(error: Exception, repo: str, revision: str | None) -> MgtpError:
             "--revision takes a branch, a tag or a full commit hash",
         )
     if isinstance(error, errors.HFValidationError):
-        return UsageError(f"{repo}: not a valid model id: {_reason(error)}", "a model on the hub is written org/name")
+        return UsageError(
+            f"{repo}: no such folder here, and not a valid model id: {_reason(error)}",
+            "check the path; a model on the hub is written org/name",
+        )
     if constants.HF_HUB_OFFLINE and isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         at = f" at revision {revision}" if revision else ""
         return CheckpointError(
-            f"{repo}: not completely in the cache{at} ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set",
-            "unset HF_HUB_OFFLINE to download it, or set HF_HOME to where it was downloaded",
+            f"{repo}: no such folder here, and not completely in the hub's cache{at} ({constants.HF_HUB_CACHE}) while "
+            "HF_HUB_OFFLINE is set",
+            "check the path; unset HF_HUB_OFFLINE to download a model, or set HF_HOME to where it was downloaded",
         )
     status = getattr(getattr(_root(error), "response", None), "status_code", None)
     if status is not None:
@@ -63,11 +67,13 @@ def _http_error(repo: str, status: int, error: Exception) -> CheckpointError:
 
     if status in (401, 403):
         return CheckpointError(
-            f"{repo}: {constants.ENDPOINT} refuses access ({status})", "check HF_TOKEN, or run `hf auth login`"
+            f"{repo}: no such folder here, and {constants.ENDPOINT} refuses access ({status})",
+            "check the path or HF_TOKEN, or run `hf auth login`",
         )
     if status == 429 or status >= 500:
         return CheckpointError(
-            f"{repo}: {constants.ENDPOINT} is busy or broken ({status})", "run the command again in a while"
+            f"{repo}: no such folder here, and {constants.ENDPOINT} is busy or broken ({status})",
+            "check the path, or run the command again in a while",
         )
     return CheckpointError(f"{repo}: {_reason(_root(error))}", "check the model's page on the hub")
 
@@ -89,8 +95,8 @@ def _local_or_network(repo: str, error: Exception) -> CheckpointError:
             "set HF_HOME to a folder of yours",
         )
     return CheckpointError(
-        f"{repo}: download from {constants.ENDPOINT} failed: {_reason(root)}",
-        "check the network and HF_ENDPOINT, then run the command again: finished files are kept",
+        f"{repo}: no such folder here, and the download from {constants.ENDPOINT} failed: {_reason(root)}",
+        "check the path, the network and HF_ENDPOINT, then run the command again: finished files are kept",
     )
 
 

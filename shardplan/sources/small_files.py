@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import text_config
+from ..config import located, text_config
 from ..errors import CheckpointError
 from .files import DOWNLOAD_AGAIN, FileStamp, parse_json_object, read_small_file, wrong_content
 from .tokenizer_check import check_tokenizer
@@ -56,11 +56,13 @@ def read_small_files(folder: Path) -> SmallFiles:
         if os.path.lexists(folder / name):
             files[name], stamps[name] = read_small_file(folder / name)
     config = parse_json_object(files[CONFIG_FILE], str(folder / CONFIG_FILE))
+    with located(str(folder / CONFIG_FILE)):
+        vocab_size = text_config(config).get("vocab_size")
     notes: list[str] = []
     for name, content in files.items():
         where = str(folder / name)
         if name == TOKENIZER_FILE:
-            notes += check_tokenizer(content, text_config(config).get("vocab_size"), where)
+            notes += check_tokenizer(content, vocab_size, where)
         elif name.endswith(".json"):
             parse_json_object(content, where)
         else:

@@ -234,7 +234,7 @@ def test_a_port_that_is_taken(offset, tiny_checkpoint, sharded, tmp_path):
         (("--nnodes", "2", "--node-rank", "2", "--rendezvous", "127.0.0.1:1"), SECRET, "--node-rank 2 does not exist"),
         (("--nnodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1"), SECRET, "is not HOST:PORT"),
         (("--nnodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1:1"), "short", "has 5 characters"),
-        (("--nnodes", "3", "--node-rank", "0", "--rendezvous", "127.0.0.1:1"), SECRET, "the set has 2 rank(s)"),
+        (("--nnodes", "3", "--node-rank", "0", "--rendezvous", "127.0.0.1:1"), SECRET, "the set has 2 ranks"),
         (("--node-rank", "1"), SECRET, "are for several nodes"),
         (("--nnodes", "2", "--restart", "on-failure"), SECRET, "--restart does not go with --nnodes"),
     ],

@@ -43,9 +43,9 @@ def test_sizes(ranks, kv_heads, asked, expected):
 @pytest.mark.parametrize(
     ("ranks", "asked", "message"),
     [
-        (8, (3, None), "--tp-size 3 does not divide 8 rank(s)"),
-        (6, (None, 4), "--cp-size 4 does not divide 6 rank(s)"),
-        (8, (2, 2), "--tp-size 2 x --cp-size 2 is 4, there are 8 rank(s)"),
+        (8, (3, None), "--tp-size 3 does not divide 8 ranks"),
+        (6, (None, 4), "--cp-size 4 does not divide 6 ranks"),
+        (8, (2, 2), "--tp-size 2 x --cp-size 2 is 4, there are 8 ranks"),
         (4, (0, None), "--tp-size 0 does not divide"),
     ],
 )

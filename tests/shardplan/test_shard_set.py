@@ -104,7 +104,8 @@ def test_not_a_set(tmp_path: Path) -> None:
 
 def test_old_format_says_how_to_rewrite(folder: Path) -> None:
     edit(folder, format_version=0)
-    assert "mgtp shard MODEL" in refused(folder, "format version 0", "reads version 1").hint
+    hint = refused(folder, "format version 0", "reads version 1").hint
+    assert hint.endswith(f"mgtp shard CHECKPOINT --tp-size 2 --dtype float32 --force --out {folder}")
 
 
 # --- rank files that are not the right ones ---------------------------------------------------------------------------

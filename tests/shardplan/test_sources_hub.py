@@ -165,10 +165,10 @@ def test_unknown_and_malformed_ids(open_model: Open) -> None:
 def test_offline_and_unreachable(hub: HubStandIn, open_model: Open, model: Path) -> None:
     hub.add("org/name", model)
     error = open_model("org/name", HF_HUB_OFFLINE="1")
-    assert "not completely in the cache" in error["error"]
+    assert "no such folder here, and not completely in the hub's cache" in error["error"]
     assert "HF_HUB_OFFLINE" in error["hint"]
     error = open_model("org/name", HF_ENDPOINT="http://127.0.0.1:9")
-    assert "download from http://127.0.0.1:9 failed" in error["error"]
+    assert "no such folder here, and the download from http://127.0.0.1:9 failed" in error["error"]
     assert "HF_ENDPOINT" in error["hint"]
     # what is in the cache still works without a connection
     whole = open_model("org/name")
@@ -177,7 +177,7 @@ def test_offline_and_unreachable(hub: HubStandIn, open_model: Open, model: Path)
     open_model("org/name", headers_only=True, HF_HOME="other")
     for headers_only in (False, True):
         error = open_model("org/name", headers_only=headers_only, HF_HOME="other", HF_HUB_OFFLINE="1")
-        assert "not completely in the cache" in error["error"]
+        assert "no such folder here, and not completely in the hub's cache" in error["error"]
 
 
 def test_an_interrupted_download_is_resumed(hub: HubStandIn, open_model: Open, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_failed_download_keeps_the_finished_files(hub: HubStandIn, open_model:
 
     hub.fault = fault
     error = open_model("org/name")
-    assert "busy or broken (503)" in error["error"]
+    assert "no such folder here, and" in error["error"] and "busy or broken (503)" in error["error"]
     hub.fault = None
     assert open_model("org/name")["digest"] == digest(model)
     assert fetched(hub) == [WEIGHTS[2]]
