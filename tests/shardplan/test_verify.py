@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mgtp.shardplan.errors import CheckpointError
 from mgtp.shardplan.planner import make_plan
 from mgtp.shardplan.shard_set import ShardSet, open_plan
 from mgtp.shardplan.sources import open_source
@@ -45,6 +46,29 @@ def test_every_flip_is_found_and_named(tmp_path: Path) -> None:
         faults = verify_set(shard_set, threads=choose.choice((1, 4)))
         assert [(f.file, f.tensor) for f in faults] == [(rank.file, tensor.name)]
         path.write_bytes(original)
+
+
+def test_a_damaged_plan_beside_one_rank_alone(tmp_path: Path) -> None:
+    """Without config.json nothing says what the plan should be: it is refused or does not match the file, or is sound."""
+    shard_set = shard(tmp_path / "out", llama_source(num_hidden_layers=1, hidden_size=30, head_dim=4))
+    for name in ("config.json", "rank-0-of-3.safetensors", "rank-2-of-3.safetensors"):
+        (shard_set.path / name).unlink(missing_ok=True)
+    plan = shard_set.path / "plan.json"
+    original = plan.read_bytes()
+    assert verify_folder(open_plan(shard_set.path), 1) == []
+    choose, found, refusals = random.Random(8), 0, []
+    for _ in range(300):
+        changed = bytearray(original)
+        for _ in range(choose.randint(1, 3)):
+            at = choose.randrange(len(changed))
+            changed[at] = choose.choice(b'0123456789-"[]{}abcf') if choose.random() < 0.8 else choose.randrange(256)
+        plan.write_bytes(changed)
+        try:
+            found += bool(verify_folder(open_plan(shard_set.path), 1))
+        except CheckpointError as error:
+            refusals.append(error)
+    assert all(error.hint and "\n" not in error.message for error in refusals)
+    assert found + len(refusals) > 50
 
 
 def test_file_cut_after_opening(tmp_path: Path) -> None:
