@@ -51,11 +51,11 @@ STEP_TOKENS = 2048
 NUM_SEQUENCES = 16
 """Sequences at once for which logits are counted."""
 
-KEY_CHUNK = 1024
-"""Keys that attention across the ranks of a cp axis works out scores for at a time."""
+KEY_CHUNK, CHUNK_NUMBERS = 1024, 1 << 26
+"""Keys that attention across the ranks of a cp axis takes at least, and numbers that it has at a time otherwise."""
 
-GATHER_BYTES = 64 << 20
-"""Keys and values that it brings together at a time, where that is more than one sequence's."""
+GATHER_BYTES, KERNEL_BYTES = 64 << 20, 1 << 30
+"""Keys and values that it brings together at a time: of many sequences, and of one for the prefill kernel."""
 
 
 @dataclass(frozen=True)
@@ -244,22 +244,30 @@ def context_workspace_bytes(
 ) -> int:
     """What the widest layer's attention across the ranks of a cp axis takes (runtime/layers/context_attention.py).
 
-    Of each query, in float32: three copies of the scores of a chunk of keys, and eight of it and its results. Of keys
-    and values: three copies of the step's new ones and of what the rank keeps of the longest sequence (read from the
-    cache, stacked, received), and two of what is gathered.
+    Three copies of the step's new keys and values; then the most of what a prompt takes in the kernel (two copies of
+    what the rank keeps of the longest sequence, and of all of it), in a ring (three copies of what it keeps: read,
+    stacked, received; in float32 a chunk's scores, and eight copies of the queries), and what a decode step takes.
     """
     length = step.length or model.max_position
 
     def of_layer(a: Attention) -> int:
-        queries = _owned(axes, a.q_axis, rank) * -(-step.tokens // step.cp_size)
-        scores = 4 * queries * (3 * min(KEY_CHUNK, length) + 8 * a.head_dim)
-        token = 2 * _owned(axes, a.kv_axis, rank) * a.head_dim * itemsize
+        q, numbers = _owned(axes, a.q_axis, rank), _owned(axes, a.kv_axis, rank) * a.head_dim
         seen = length if a.window is None else min(length, a.window + step.tokens)
-        kept = token * -(-seen // step.cp_size)
-        gathered = min(GATHER_BYTES, kept * max(step.sequences, step.cp_size))
-        return scores + 3 * (token * min(step.tokens, length) + kept) + 2 * gathered
+        keys, queries = -(-seen // step.cp_size), q * -(-step.tokens // step.cp_size)
+        token = 2 * numbers * itemsize
+        kernel = 2 * token * keys + 2 * min(token * seen, KERNEL_BYTES)
+        ring = 3 * token * keys + _chunk_bytes(queries, numbers, keys) + 8 * 4 * queries * a.head_dim
+        at_once = max(1, min(step.sequences, GATHER_BYTES // (token * keys)))
+        decode = at_once * token * keys + _chunk_bytes(at_once * q, at_once * numbers, keys)
+        return 3 * token * min(step.tokens, length) + max(kernel, ring, decode)
 
     return max((of_layer(layer.attention) for layer in model.layers if layer.attention is not None), default=0)
+
+
+def _chunk_bytes(queries: int, numbers: int, keys: int) -> int:
+    """Three copies of the scores of `queries` for a chunk of keys, and keys and values of `numbers` each, in float32."""
+    size = min(keys, max(KEY_CHUNK, CHUNK_NUMBERS // max(queries, numbers)))
+    return 4 * size * (3 * queries + 2 * numbers)
 
 
 def _layer_width(layer: Layer, axes: Mapping[str, Axis], rank: int) -> int:
