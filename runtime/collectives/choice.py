@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 
 from ...shardplan.errors import MgtpError
 from ..communicator import Communicator
 from .agreement import complaints, within
-from .self_test import SECONDS, self_test, small_sum_seconds
+from .self_test import SECONDS, Fusing, fusing_pays, self_test, small_sum_seconds
 
 Factory = Callable[[], Communicator]
 
@@ -72,5 +73,5 @@ def attempt(
     if fault and (abort := getattr(candidate, "abort", None)):
         abort()  # a kernel that waits for ever would keep the device busy
     if not fault and (trust := getattr(candidate, "trust", None)):
-        trust()
+        trust(fusing_pays(cast(Fusing, candidate), host, device))
     return candidate, fault

@@ -56,13 +56,13 @@ class OneShotCommunicator:
     def __init__(self, memory: SymmetricWorkspace, fallback: Communicator) -> None:
         self.memory, self.fallback = memory, fallback
         self.rank, self.size, self.capturable = fallback.rank, fallback.size, fallback.capturable
-        self.patience = UNTRUSTED_PATIENCE
+        self.patience, self.fuses = UNTRUSTED_PATIENCE, True
 
-    def trust(self) -> None:
-        """The self-test is passed: from now on the front is who ends a wait."""
+    def trust(self, fuses: bool) -> None:
+        """The self-test is passed: from now on the front is who ends a wait. `fuses`: norms are to sum where they can."""
         from ..kernels.all_reduce import PATIENCE
 
-        self.patience = PATIENCE
+        self.patience, self.fuses = PATIENCE, fuses
 
     def method(self, tensor: torch.Tensor) -> str:
         """one-shot, two-shot or fallback."""

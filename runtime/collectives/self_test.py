@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from ..communicator import Communicator
+from ..layers.norm import Summing
 from .agreement import complaints, exchange, within
 from .timing import seconds_per_call
 
@@ -46,6 +49,29 @@ def small_sum_seconds(candidate: Communicator, host: Communicator, device: torch
     except Exception:
         seconds = float("inf")
     return max(float(text) for text in exchange(host, repr(seconds)))
+
+
+class Fusing(Communicator, Summing, Protocol):
+    """A communicator whose sums a norm can make itself."""
+
+
+def fusing_pays(candidate: Fusing, host: Communicator, device: torch.device) -> bool:
+    """Whether a sum, residual add and norm by one kernel take the slowest rank no longer than one after another do."""
+    from ..kernels.norm import add_rms_norm
+
+    x, residual = (torch.ones(TIMED_SHAPE, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weight = residual[0].clone()
+    ways = (
+        lambda: candidate.all_reduce_add_rms_norm(x, residual, weight, 1e-6, False, True),
+        lambda: add_rms_norm(candidate.all_reduce(x), residual, weight, 1e-6, one_plus=False, cast_first=True),
+    )
+    try:
+        mine = [within(SECONDS, lambda way=way: seconds_per_call(way, candidate, device), device) for way in ways]
+    except Exception:
+        mine = [float("inf"), 0.0]
+    said = [tuple(map(float, text.split())) for text in exchange(host, f"{mine[0]!r} {mine[1]!r}")]
+    together, apart = (max(column) for column in zip(*said, strict=True))
+    return together <= apart
 
 
 def _random(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

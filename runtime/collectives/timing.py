@@ -24,7 +24,8 @@ def seconds_per_call(
     if not communicator.capturable:
         return _rounds(call, calls, lambda: torch.cuda.synchronize(device))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # A stream of its own: torch's default one stays on the device on which a process recorded first.
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     return _rounds(graph.replay, 1, lambda: torch.cuda.synchronize(device)) / calls

@@ -27,6 +27,10 @@ def test_logits_are_those_of_separate_sums(recipe, fused, recipe_checkpoint, mon
         )
 
     monkeypatch.setattr(ThreadCommunicator, "all_reduce_add_rms_norm", sum_add_norm, raising=False)
+    monkeypatch.setattr(ThreadCommunicator, "fuses", False, raising=False)
+    assert torch.equal(ThreadRanks(folder, 2).full(PROMPT), expected)
+    assert not calls, "start-up measured that it does not pay"
+    monkeypatch.setattr(ThreadCommunicator, "fuses", True)
     ranks = ThreadRanks(folder, 2)
     assert torch.equal(ranks.full(PROMPT), expected)
     # Not where a bias follows the sum (this qwen3's o_proj), in a mixture of experts, or where a norm comes first.

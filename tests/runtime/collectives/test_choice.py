@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
 
+from mgtp.runtime.collectives import self_test
 from mgtp.runtime.collectives.agreement import Late, exchange, within
 from mgtp.runtime.collectives.choice import choose
 from mgtp.runtime.communicator import Communicator, HostCommunicator
@@ -141,3 +143,41 @@ def say(host: Communicator) -> list[str]:
 def test_exchange_cuts_long_texts(world):
     for texts in world.run(2, say):
         assert texts[0] == "" and texts[1] == "é" * 512
+
+
+class Fusing(HostCommunicator):
+    """One that could leave sums to norms."""
+
+    fuses: bool | None = None
+
+    def trust(self, fuses: bool) -> None:
+        self.fuses = fuses
+
+
+def fusing(host: Communicator, seconds: list[tuple[float | None, float]]) -> bool | None:
+    """What this rank decides when it measures `seconds[rank]` together and apart."""
+    measured, original = iter(seconds[host.rank]), self_test.seconds_per_call
+
+    def measure(*_) -> float:
+        found = next(measured)
+        if found is None:
+            raise RuntimeError("the clock has stopped")
+        return found
+
+    self_test.seconds_per_call = measure
+    try:
+        chosen, _ = choose("oneshot", {"oneshot": lambda: Fusing(host.group)}, host, CPU, SECONDS)  # type: ignore[attr-defined]
+    finally:
+        self_test.seconds_per_call = original
+    assert isinstance(chosen, Fusing)
+    return chosen.fuses
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are not installed")
+@pytest.mark.parametrize(
+    ("seconds", "pays"),
+    [([(1.0, 2.0), (1.5, 2.0)], True), ([(1.0, 2.0), (2.5, 1.0)], False), ([(1.0, 2.0), (None, 1.0)], False)],
+    ids=["faster", "slower on one rank", "not measured on one rank"],
+)
+def test_ranks_agree_whether_norms_sum(world, seconds, pays):
+    assert world.run(2, fusing, seconds) == [pays, pays]
