@@ -17,22 +17,14 @@ from . import memory, mesh, stages
 from .blocks import SCRATCH_BLOCK, BlockPool
 from .cache_layout import cache_groups
 from .capacity import CacheDemand, longest_context, plan_blocks
-from .ceiling import copy_bandwidth, product_rate
-from .collectives import step_costs
 from .dummy import dummy_shard_set, random_block
 from .engine import Engine
 from .engine_stats import StatsReporter
 from .messages import (
     Abort,
-    AskMemory,
-    CeilingReport,
     ClearCache,
-    CollectiveReport,
     FrontMessage,
     Measure,
-    MeasureCeiling,
-    MeasureMemory,
-    MemoryReport,
     Notice,
     Ready,
     Request,
@@ -43,6 +35,7 @@ from .messages import (
     Tokens,
 )
 from .rank_link import RankLink
+from .rank_measures import answer
 from .runner import Place, Runner
 from .scheduler import Scheduler
 from .self_test import check_collectives, unequal_memory
@@ -256,7 +249,7 @@ class RankWorker:
             engine.scheduler.clear_cache()
         elif isinstance(message, Measure):
             self.link.send_step(message)
-            self.answer(message)
+            answer(self, message)
 
     def make_engine(self) -> Engine:
         """The leader's engine over all of the cache's blocks."""
@@ -277,55 +270,9 @@ class RankWorker:
         """Do what the leader says."""
         while not isinstance(message := self.link.receive(), Stop):
             if isinstance(message, Measure):
-                self.answer(message)
+                answer(self, message)
             elif isinstance(message, Step):
                 self.runner.forward(message)
                 decided = message.greedy and self.runner.likeliest is not None
                 if not decided and any(s.sample for s in message.sequences):
                     self.runner.settle(message, None)
-
-    def answer(self, message: Measure) -> None:
-        """Tell the front what it asks for."""
-        if isinstance(message, AskMemory):
-            self.link.send(memory.report(self.rank, self.loaded_bytes, self.place.device))
-        elif isinstance(message, MeasureMemory):
-            self.measure()
-        elif isinstance(message, MeasureCeiling):
-            self.measure_ceiling()
-        else:
-            self.measure_collectives(message.batch)
-
-    def measure_collectives(self, batch: int) -> None:
-        """Tell the front which collectives a decode step of `batch` sequences has, and how long each takes here."""
-        communicator, device = self.place.communicator, self.place.device
-        with step_costs.noted(communicator) as calls:
-            self.runner.forward(self.scratch_step(batch))
-            communicator.broadcast(torch.zeros(batch, dtype=torch.int64, device=device))  # of the sampled ids
-        with torch.inference_mode():
-            self.link.send(CollectiveReport(self.rank, step_costs.costs(calls, communicator, device)))
-
-    def measure_ceiling(self) -> None:
-        """Tell the front what this rank's device can do at best."""
-        device = self.place.device
-        self.link.send(CeilingReport(self.rank, copy_bandwidth(device), product_rate(device, self.runner.dtype)))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def measure(self) -> None:
-        """Run one forward pass over resident weights and tell the front what this rank holds."""
-        if self.place.device.type == "cpu":
-            memory.touch(self.block)
-        self.warm_up()
-        now = memory.take_snapshot(self.place.device)
-        mapped = self.mapped_bytes
-        self.link.send(
-            MemoryReport(
-                rank=self.rank,
-                weight_bytes=self.load_growth + mapped,
-                device_used_bytes=now.used - self.before_load.used + mapped,
-                device_free_bytes=now.free,
-                device_total_bytes=now.total,
-                kv_cache_tokens=self.kv_cache_tokens,
-                kv_cache_bytes=self.runner.cache.num_bytes if self.runner.cache is not None else 0,
-            )
-        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -92,6 +94,7 @@ class World:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
+                self._say_where_ranks_are()
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish {job.__name__} in {JOB_SECONDS} s")
             for pipe in (p for p in self._pipes if p in ready):
                 rank = waiting.pop(pipe)
@@ -108,6 +111,13 @@ class World:
         for process in self._processes:
             process.join(seconds)
 
+    def _say_where_ranks_are(self) -> None:
+        """Let every process write its stacks to stderr."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+
     def close(self) -> None:
         """End every process."""
         for process in self._processes:
@@ -119,6 +129,8 @@ class World:
 def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
     """A rank of the world: join once, then run jobs until the pipe closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)
     import torch
     import torch.distributed as dist
 
