@@ -66,6 +66,13 @@ class DecodeGraphs:
         self._fill(step, size)
         return _first(self._run(size), count)
 
+    def close(self) -> None:
+        """Give the graphs back. A NCCL communicator cannot be destroyed while one lives that has recorded it."""
+        torch.cuda.synchronize()
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def _fill(self, step: Step, size: int) -> None:
         """Put the step's numbers where the graph looks for them."""
         pad = size - len(step.sequences)

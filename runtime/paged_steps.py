@@ -48,6 +48,12 @@ class PagedSteps:
             except RuntimeError as error:
                 log.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
+    def close(self) -> None:
+        """Give the graphs back; steps could go on without."""
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
+
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """The logits [L, V] of the tokens where they are wanted, or of every token. Valid until the next step."""
         self.tables.update(step.sequences)

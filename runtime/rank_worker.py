@@ -102,6 +102,7 @@ class RankWorker:
         gc.collect()
         gc.freeze()
         self.lead() if self.rank == 0 else self.follow()
+        self.runner.close()
         self.mesh.close()
 
     def compare_memory(self) -> None:

@@ -73,6 +73,11 @@ class Runner:
         if self.paged_steps is not None and self.place.communicator.capturable:
             self.paged_steps.capture()
 
+    def close(self) -> None:
+        """Give back what holds on to the communicators, before they are closed."""
+        if self.paged_steps is not None:
+            self.paged_steps.close()
+
     @torch.inference_mode()
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """Run a step: the logits [L, V] of the tokens where they are wanted, or of every token."""

@@ -89,6 +89,7 @@ def run_requests(
     worker = load_worker(communicator, shard_set, **options)
     if communicator.rank > 0:
         worker.follow()
+        worker.runner.close()
         return None
     engine = worker.make_engine()
     for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
@@ -100,6 +101,7 @@ def run_requests(
         for token in tokens:
             outputs[token.id].append(token.token_id)
     worker.link.send_step(Stop())
+    worker.runner.close()
     return list(outputs.values())
 
 

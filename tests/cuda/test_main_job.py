@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from mgtp.runtime.launch.start import LaunchOptions, start_ranks
+from mgtp.runtime.messages import Stop
+from mgtp.shardplan.shard_set import ShardSet
 from tests.processes import mgtp
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")]
@@ -120,6 +123,18 @@ def test_two_gpus_over_nccl_agree_with_one(short_folder, medium, sharded):
     ]
     assert runs[0]["token_ids"] == runs[1]["token_ids"]
     assert len({r["device"] for r in runs[1]["ranks"]}) == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_leave_nccl_by_themselves(short_folder, medium, sharded):
+    """A communicator cannot be destroyed while a graph lives that has recorded it."""
+    started = start_ranks(ShardSet.open(Path(sharded(medium, 2))), LaunchOptions(device="cuda", max_model_len=256))
+    try:
+        started.group.send(Stop())
+        started.group.end_by_themselves()
+        assert all(rank.has_exited for rank in started.group.local)
+    finally:
+        started.group.stop()
 
 
 def test_more_ranks_than_devices_is_refused_before_anything_starts(short_folder, medium, sharded):
