@@ -143,7 +143,10 @@ def online(arguments: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
         return asyncio.run(Client(arguments, port, server.pid, vocab_size).run())
     finally:
         server.terminate()
-        server.wait(60)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:

@@ -89,12 +89,11 @@ class ServedModel:
         return await self.off_loop(size, lambda: [self.tokenizer.encode(text, add_special_tokens) for text in texts])
 
     def _check_length(self, text: str, param: str) -> None:
-        longest = self.tokenizer.longest_text(self.max_model_len)
-        if longest is not None and len(text) > longest:
+        least = self.tokenizer.least_tokens(text)
+        if least > self.max_model_len:
             raise ApiError(
                 400,
-                f"{len(text)} characters exceed the context of {self.max_model_len} tokens, "
-                f"which stand for {longest} characters at most",
+                f"{len(text)} characters are at least {least} tokens and exceed the context of {self.max_model_len} tokens",
                 param=param,
                 code="context_length_exceeded",
             )

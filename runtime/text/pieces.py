@@ -26,8 +26,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF = _byte_alphabet()
 
-BYTE_LETTERS = tuple(_BYTE_OF)
-"""How a byte-level vocabulary spells the 256 bytes."""
+BYTE_LETTERS = sorted(_BYTE_OF, key=lambda letter: _BYTE_OF[letter])
+"""How a byte-level vocabulary spells the bytes 0 to 255."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from .pieces import PieceRules
 if TYPE_CHECKING:
     import tokenizers
 
+    from .least_tokens import TextBound
+
 
 class Tokenizer:
     """A tokenizer.json with the special ids that the checkpoint's configuration names.
@@ -89,15 +91,15 @@ class Tokenizer:
         # Of one text `encode` would do, but it holds the interpreter's lock: nothing else could run meanwhile.
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def longest_text(self, num_tokens: int) -> int | None:
-        """Characters that so many tokens can stand for at most; None where that is not known."""
-        return None if self._characters_per_token is None else num_tokens * self._characters_per_token
+    def least_tokens(self, text: str) -> int:
+        """Tokens that `encode` would give at least, as far as that can be said without it: a lower bound, quickly had."""
+        return 0 if self._text_bound is None else self._text_bound.least_tokens(text)
 
     @cached_property
-    def _characters_per_token(self) -> int | None:
-        from .longest import characters_per_token
+    def _text_bound(self) -> TextBound | None:
+        from .least_tokens import text_bound
 
-        return characters_per_token(self.backend)
+        return text_bound(self.backend)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continues_text: bool = False) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD, one for each incomplete character.

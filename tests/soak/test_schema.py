@@ -29,5 +29,8 @@ def test_schemathesis_finds_no_server_error(tiny_checkpoint, sharded):
         done = subprocess.run(command, capture_output=True, text=True, timeout=1700, cwd=folder)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert server.http.get("/health").json() == {"status": "ready"}
+        asked = server.metric("mgtp_requests_total")
+        print(f"{asked:.0f} requests")
+        assert asked > 2000
         server.wait_until_idle()
         assert server.stop() == 0
