@@ -102,6 +102,10 @@ class RankWorker:
         gc.collect()
         gc.freeze()
         self.lead() if self.rank == 0 else self.follow()
+        self.end()
+
+    def end(self) -> None:
+        """Leave the other ranks, once graphs are gone that hold on to their collectives."""
         self.runner.close()
         self.mesh.close()
 

@@ -28,7 +28,9 @@ def seconds_per_call(
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
-    return _rounds(graph.replay, 1, lambda: torch.cuda.synchronize(device)) / calls
+    seconds = _rounds(graph.replay, 1, lambda: torch.cuda.synchronize(device)) / calls
+    graph.reset()  # NCCL does not end before the graphs that it is recorded in
+    return seconds
 
 
 def _rounds(call: Callable[[], object], calls: int, wait: Callable[[], None]) -> float:

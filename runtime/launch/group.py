@@ -195,7 +195,8 @@ class RankGroup:
 
     def end_by_themselves(self) -> None:
         """Give ranks that have been told to stop the time to do so."""
-        self._wait(ORDERLY_SECONDS)
+        for entry in self._wait(ORDERLY_SECONDS):
+            log.info("rank %d does not end by itself within %g s: it is killed", entry.rank, ORDERLY_SECONDS)
 
     def _kill(self) -> None:
         for entry in self.local:

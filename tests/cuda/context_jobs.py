@@ -52,6 +52,7 @@ def long_prompt(world: Communicator, devices: list[int], config: str, length: in
     before = torch.cuda.memory_allocated()
     logits = worker.runner.forward(prompt_step(worker, prompt, 0, length)).float().cpu()
     most = torch.cuda.max_memory_allocated() - before
+    worker.runner.close()
     if mesh is not None:
         mesh.close()
     return most, logits

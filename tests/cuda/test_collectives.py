@@ -85,3 +85,4 @@ def test_generate_gives_the_ids_of_one_rank(model, sharded):
     for name, (_, err) in outputs.items():
         backend = "oneshot" if "oneshot" in name else "nccl" if "nccl" in name else None
         assert backend is None or f"ranks: {backend} (asked for)" in err, err
+        assert "does not end by itself" not in err, err

@@ -117,10 +117,9 @@ def test_context_ranks_that_share_a_device_agree_with_one(short_folder, medium, 
 def test_two_gpus_over_nccl_agree_with_one(short_folder, medium, sharded):
     prompt = ",".join(map(str, range(10, 60)))
     options = ("--temperature", "0", "--max-tokens", "48", "--ignore-eos", "--json", "--device", "cuda")
-    runs = [
-        json.loads(mgtp(short_folder, "generate", sharded(medium, n), "--prompt-ids", prompt, *options).out)
-        for n in (1, 2)
-    ]
+    finished = [mgtp(short_folder, "generate", sharded(medium, n), "--prompt-ids", prompt, *options) for n in (1, 2)]
+    assert not any("does not end by itself" in run.err for run in finished), finished[1].err
+    runs = [json.loads(run.out) for run in finished]
     assert runs[0]["token_ids"] == runs[1]["token_ids"]
     assert len({r["device"] for r in runs[1]["ranks"]}) == 2
 
