@@ -1,6 +1,6 @@
 """Runs the project's commands on several GPUs and leaves one JSON document.
 
-OUT.json holds date, commit, hardware and this command; of every part what it found (figures), what it checked, and its
+OUT.json holds date, commit (and whether the tree differs from it), hardware and this command; of every part what it found (figures), what it checked, and its
 commands with exit code, seconds and the end of stderr. It is written anew after every part, so a run that is cut short
 leaves what it has done. A part that fails or runs out of time is noted and the next one runs.
 
@@ -110,10 +110,11 @@ def placement(options: argparse.Namespace) -> tuple[list[str], tuple[str, ...]]:
 
 def describe(argv: list[str]) -> dict[str, Any]:
     """When, what and on what."""
-    commit = _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    git = "git", "-C", str(Path(__file__).parent)
+    commit, changed = _output(*git, "rev-parse", "HEAD"), bool(_output(*git, "status", "--porcelain"))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "gpus": cards()}
-    return {"date": now, "commit": commit, "command": argv, "hardware": hardware}
+    return {"date": now, "commit": commit, "tree_changed": changed, "command": argv, "hardware": hardware}
 
 
 def _output(*command: str) -> str:

@@ -25,7 +25,8 @@ def test_every_part_runs_on_the_cpu(tmp_path):
     out = tmp_path / "out.json"
     run = script(str(out), "--device", "cpu")
     document = json.loads(out.read_text())
-    assert set(document) == {"date", "commit", "command", "hardware", "parts"} and len(document["commit"]) == 40
+    assert set(document) == {"date", "commit", "tree_changed", "command", "hardware", "parts"}
+    assert len(document["commit"]) == 40
     assert list(document["parts"]) == PARTS
     assert [part["error"] for part in document["parts"].values()] == [""] * len(PARTS), run.stdout
     wrong = [c["what"] for part in document["parts"].values() for c in part["checks"] if not c["holds"]]
