@@ -18,7 +18,7 @@ from tests.reference import reference_greedy
 
 COMPLETION = "The three laws of thermodynamics say that"
 CHAT = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 MODELS = {"smollm2": (1, 2, 3, 4, 9), "gemma3_270m": (1, 2, 4)}
 
 pytestmark = pytest.mark.real_model
@@ -83,7 +83,7 @@ def test_prompts_are_tokenised_as_transformers_does(name, expected, sharded):
 @pytest.mark.parametrize(("name", "tp_size"), [(name, tp) for name, sizes in MODELS.items() for tp in sizes])
 def test_greedy_ids_equal_transformers(name, tp_size, world, expected, sharded):
     checkpoint, prompts = expected(name)
-    count = NEW_TOKENS if tp_size < 9 else NEW_TOKENS // 2  # nine ranks share the cores of a small machine
+    count = NEW_TOKENS if tp_size < 9 else NEW_TOKENS // 3  # nine ranks share the cores of a small machine
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     given = [prompt for prompt, _ in prompts]
     shard_set = sharded(checkpoint, tp_size)

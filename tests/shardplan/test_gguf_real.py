@@ -6,6 +6,8 @@ SmolLM2 135M (Q4_1, Q8_0) and Gemma 3 270M (Q4_K, Q5_0, Q6_K, Q8_0), from script
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,18 @@ TEXTS = [*PLAIN, *SPECIAL, *random_texts()]
 ROWS = 1000  # at a time; no multiple of a head
 
 
+@pytest.fixture(scope="module", autouse=True)
+def read_once() -> Iterator[None]:
+    """gguf-py's reader, which transformers uses, takes 12 s for a large vocabulary: a file is read for all tests."""
+    import gguf
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        yield
+
+
 def check_against_transformers(source: GgufSource, folder: Path) -> None:
-    """Config and tensors, from one reading of the file: gguf-py's reader takes 20 s for a large vocabulary."""
+    """Config and tensors."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
