@@ -25,6 +25,7 @@ from .sampling_options import SeedOption, TemperatureOption, TopPOption
 if TYPE_CHECKING:
     from ..runtime.chat_session import Conversation, LocalAnswers, RemoteAnswers
     from ..runtime.launch.start import LaunchOptions
+    from ..shardplan.sources.base import Source
 
 HELP = "/clear begins again, /system TEXT sets the system message, /exit or Ctrl-D ends"
 
@@ -73,13 +74,19 @@ def _answers(
     target: str, tp_size: int | None, launch: LaunchOptions, api_key: str | None, options: dict[str, Any]
 ) -> Iterator[LocalAnswers | RemoteAnswers]:
     """Who answers: a server, or ranks that run for as long as the block does."""
-    from ..runtime.chat_session import LocalAnswers, RemoteAnswers
+    from ..runtime.chat_session import LocalAnswers, RemoteAnswers, check_chat
+    from .before_sharding import small_files
     from .launching import open_set, running
+
+    def check(checkpoint: Source) -> None:
+        with small_files(checkpoint) as folder:
+            check_chat(folder, checkpoint.config)
 
     if target.startswith(("http://", "https://")):
         yield RemoteAnswers(target, api_key, options)
         return
-    shard_set = open_set(target, tp_size)
+    shard_set = open_set(target, tp_size, check=check)
+    check_chat(shard_set.path, shard_set.config)
     with running(shard_set, launch) as started:
         yield LocalAnswers(started, shard_set, options)
 

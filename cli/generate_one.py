@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..shardplan.errors import MgtpError, UsageError
+from ..shardplan.errors import UsageError
 
 if TYPE_CHECKING:
     from ..runtime.launch.client import Generation
@@ -109,19 +109,12 @@ def prepare(
 
 def check_checkpoint(checkpoint: Source, source: PromptSource, text: str | None, given: Mapping[str, Any]) -> None:
     """Raise what `prepare` will find wrong with the set of a checkpoint, before it is sharded."""
-    from tempfile import TemporaryDirectory
-
     from ..shardplan.families import parse_config
+    from .before_sharding import small_files
 
     model = parse_config(checkpoint.config, f"{checkpoint.label}: config.json")
-    with TemporaryDirectory() as folder:
-        for name, content in checkpoint.files.items():
-            Path(folder, name).write_bytes(content)
-        try:
-            prepare(Path(folder), checkpoint.config, model, source, text, given)
-        except MgtpError as error:
-            message = error.message.replace(folder, checkpoint.label)
-            raise type(error)(message, error.hint.replace(folder, checkpoint.label)) from None
+    with small_files(checkpoint) as folder:
+        prepare(folder, checkpoint.config, model, source, text, given)
 
 
 class GenerateOne:

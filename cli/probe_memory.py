@@ -106,4 +106,6 @@ def _print_table(report: MemoryProbe) -> None:
     total, tokens = human_bytes(report.total_weight_bytes), min(r.kv_cache_tokens for r in report.ranks)
     print(f"weights of {counted(len(report.ranks), 'rank')}: {total}; KV cache: {tokens} tokens")
     allowed = ", ".join(sorted({human_bytes(r.allowance_bytes) for r in report.ranks}))
-    print(f"a rank may be off its plan by {allowed}: {TOLERANCE:.0%}, or what loading takes whatever the size")
+    print(
+        f"a rank may be {allowed} off its plan: {TOLERANCE:.0%} of it, or more where loading takes that whatever the size"
+    )

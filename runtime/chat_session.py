@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -104,6 +105,13 @@ def _message(content: bytes) -> str:
         return ""
 
 
+def check_chat(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UsageError when the model whose small files are in `folder` has no chat template, or no tokenizer."""
+    if not ChatTemplate.load(folder).available:
+        raise UsageError(f"{folder} has no chat template", "use mgtp generate")
+    _ = Tokenizer.load(folder, config).backend
+
+
 class LocalAnswers:
     """Asks ranks of this very run; `options` are fields of SamplingParams."""
 
@@ -117,8 +125,6 @@ class LocalAnswers:
         defaults = generation_defaults(shard_set.path)
         self._sampling = SamplingParams(**{**defaults, **given}).validate(shard_set.model.vocab_size)
         self._vocab_size = shard_set.model.vocab_size
-        if not self._template.available:
-            raise UsageError(f"{shard_set.path} has no chat template", "use mgtp generate")
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
         """See Answers."""

@@ -245,8 +245,9 @@ def context_workspace_bytes(
     """What the widest layer's attention across the ranks of a cp axis takes (runtime/layers/context_attention.py).
 
     Three copies of the step's new keys and values; then the most of what a prompt takes in the kernel (two copies of
-    what the rank keeps of the longest sequence, and of all of it), in a ring (three copies of what it keeps: read,
-    stacked, received; in float32 a chunk's scores, and eight copies of the queries), and what a decode step takes.
+    what the rank keeps of the longest sequence, and of all of it), in a ring where that is too much (three copies of what
+    it keeps: read, stacked, received; in float32 a chunk's scores, and eight copies of the queries), and what a decode
+    step takes.
     """
     length = step.length or model.max_position
 
@@ -255,11 +256,13 @@ def context_workspace_bytes(
         seen = length if a.window is None else min(length, a.window + step.tokens)
         keys, queries = -(-seen // step.cp_size), q * -(-step.tokens // step.cp_size)
         token = 2 * numbers * itemsize
-        kernel = 2 * token * keys + 2 * min(token * seen, KERNEL_BYTES)
+        gathered = min(token * seen, KERNEL_BYTES)
+        kernel = 2 * gathered // step.cp_size + 2 * gathered
         ring = 3 * token * keys + _chunk_bytes(queries, numbers, keys) + 8 * 4 * queries * a.head_dim
         at_once = max(1, min(step.sequences, GATHER_BYTES // (token * keys)))
         decode = at_once * token * keys + _chunk_bytes(at_once * q, at_once * numbers, keys)
-        return 3 * token * min(step.tokens, length) + max(kernel, ring, decode)
+        goes_round = token * seen > KERNEL_BYTES or itemsize > 4  # which the kernel does not take
+        return 3 * token * min(step.tokens, length) + max(kernel, ring if goes_round else 0, decode)
 
     return max((of_layer(layer.attention) for layer in model.layers if layer.attention is not None), default=0)
 

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mgtp.shardplan.families import parse_config
+from mgtp.shardplan.fit import StepSize, workspace_bytes
+from mgtp.shardplan.partition import model_axes
 from tests.cuda.context_jobs import COUNT, answers, long_prompt
 from tests.processes import mgtp
 from tests.reference import load_reference, recipe_prompt, reference_greedy
@@ -64,10 +67,13 @@ def test_a_long_prompt_takes_little_memory(devices, worlds, tmp_path):
         pytest.skip("needs two GPUs")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
+    model, step = parse_config(CONFIG), StepSize(32768, 1, 2, 32768)
+    planned = workspace_bytes(model, model_axes(model, [1]), 0, 2, step)
     _, want = worlds[2].run(1, long_prompt, [0], str(config), 32768)[0]
     for most, logits in worlds[2].run(2, long_prompt, devices, str(config), 32768):
-        print(f"{most / 2**20:.0f} MiB, logits {(logits - want).abs().max():.4f} apart")
+        print(f"{most / 2**20:.0f} of {planned / 2**20:.0f} MiB, logits {(logits - want).abs().max():.4f} apart")
         assert most < 2 << 30
+        assert most < planned
         assert (logits - want).abs().max() < 0.05 * want.std()
 
 

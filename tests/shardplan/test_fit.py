@@ -224,17 +224,20 @@ def test_every_byte_of_a_device_is_accounted_for(device: int, tp_size: int, cp_s
 
 
 def test_attention_across_ranks_is_counted() -> None:
-    """By hand for a prompt of 131072 tokens over 2 ranks: each has 1024 queries of 32 heads and 65536 keys of 8 heads."""
+    """By hand, over 2 ranks: 4 KiB of keys and values a token, 1024 queries of 32 heads; the ring only for long ones."""
     model, axes = llama_8b(), model_axes(llama_8b(), [1])
-    step = fit_module.StepSize(cp_size=2, length=131072)
+    alone = fit_module.workspace_bytes(model, axes, 0, 2)
+
+    def taken(length: int) -> int:
+        return fit_module.workspace_bytes(model, axes, 0, 2, fit_module.StepSize(cp_size=2, length=length)) - alone
+
+    new, token = 3 * 2048 * 4096, 4096
+    assert taken(131072) == new + 2 * 65536 * token + 2 * 131072 * token
     chunk = (1 << 26) // (32 * 1024)
     scores = 4 * chunk * (3 * 32 * 1024 + 2 * 8 * 128)
-    new, kept = (tokens * 2 * 8 * 128 * 2 for tokens in (2048, 65536))
-    expected = 3 * new + 3 * kept + scores + 8 * 4 * 1024 * 32 * 128  # in a ring, which needs most here
-    alone = fit_module.workspace_bytes(model, axes, 0, 2)
-    assert fit_module.workspace_bytes(model, axes, 0, 2, step) == alone + expected
+    assert taken(1 << 19) == new + 3 * (1 << 18) * token + scores + 8 * 4 * 1024 * 32 * 128
     found = [fit(model, axes, [16 * GIB], 2, [24 * GIB], None, cp_size).ranks[0] for cp_size in (1, 2)]
-    assert found[1].workspace_bytes - found[0].workspace_bytes == expected
+    assert found[1].workspace_bytes - found[0].workspace_bytes == taken(131072)
 
 
 def test_attention_across_ranks_with_a_window_is_bounded() -> None:
