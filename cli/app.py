@@ -181,8 +181,6 @@ def _fail(message: str, hint: str, code: int, debug: bool, names: Sequence[str])
 
     if stderr_is_stuck():
         os._exit(code)  # everything is cleaned up; the interpreter would wait for that reader
-    if sys.stderr is None:  # closed by who started us
-        return code
     for name in names:
         message, hint = (text.replace(name, escaped(name)) for text in (message, hint))
     lines = [f"{what}: {' '.join(text.split())}\n" for what, text in (("error", message), ("hint", hint)) if text]

@@ -70,7 +70,7 @@ def test_wheel_metadata(built: Path) -> None:
     (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
     version = run_python("from mgtp.shardplan.version import __version__; print(__version__)").strip()
     assert folder == f"mgtp-{version}.dist-info"
-    assert "mgtp = mgtp.cli.app:main" in archive.read(f"{folder}/entry_points.txt").decode()
+    assert "mgtp = mgtp.cli.__main__:main" in archive.read(f"{folder}/entry_points.txt").decode()
     metadata = archive.read(f"{folder}/METADATA").decode()
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata
@@ -102,6 +102,12 @@ def test_help_imports_nothing_heavy() -> None:
     loaded = set(json.loads(run_python(HELP + LOADED).splitlines()[-1]))
     heavy = {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "gguf", "zmq", "jinja2", "fastapi"}
     assert not loaded & heavy
+
+
+def test_the_first_moment_imports_next_to_nothing() -> None:
+    """A signal that strikes while modules are imported would end in a traceback."""
+    loaded = json.loads(run_python("import sys, mgtp.cli.__main__" + LOADED).splitlines()[-1])
+    assert not {"typer", "click", "logging", "msgspec"} & set(loaded)
 
 
 def test_help_answers_at_once() -> None:

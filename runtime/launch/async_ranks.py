@@ -83,6 +83,12 @@ class AsyncRanks:
         self.failing = True
         return await asyncio.to_thread(self.group.stalled_step)
 
+    @property
+    def suspicion(self) -> str:
+        """What can be seen at once of a failure whose cause is still being looked for; empty when that is nothing."""
+        fallen = [str(entry.rank) for entry in self.group.local if entry.has_failed]
+        return f"rank {', '.join(fallen)} has ended or is suspended" if fallen else ""
+
     def close(self) -> None:
         """Stop receiving, and leave the event loop; the group can then be stopped in another thread."""
         asyncio.get_running_loop().remove_reader(self._fd)

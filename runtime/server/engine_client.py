@@ -114,6 +114,11 @@ class EngineClient:
         return self.error is not None or self.ranks.failing
 
     @property
+    def trouble(self) -> str:
+        """What is known of the failure, in words; empty while there is none, or nothing is known."""
+        return self.error.message if self.error is not None else self.ranks.suspicion if self.failing else ""
+
+    @property
     def is_stalled(self) -> bool:
         """Whether there is work and nothing has been heard of it for too long."""
         return bool(self._tickets) and time.monotonic() - self._heard > STALL_SECONDS
@@ -121,7 +126,7 @@ class EngineClient:
     def submit(self, requests: Sequence[Request]) -> Ticket:
         """Send sequences to the leader, all or none; raises ApiError when there are too many."""
         if self.failing:
-            raise unavailable("a rank has failed", code="rank_failed")
+            raise unavailable(self.trouble or "a rank has failed", code="rank_failed")
         if len(requests) > self.max_unfinished:
             raise ApiError(400, f"{len(requests)} sequences at once, the server takes {self.max_unfinished}", param="n")
         if self.num_unfinished + len(requests) > self.max_unfinished:

@@ -63,8 +63,9 @@ class ModelHost:
 
     def _unavailable(self) -> ApiError:
         """Why requests are not taken now, and when to come back."""
-        cause = self._failure or (self._client.error if self._client is not None else None)
-        why = f": {cause.message}" if cause is not None else ""
+        trouble = self._client.trouble if self._client is not None else ""
+        trouble = self._failure.message if self._failure is not None else trouble
+        why = f": {trouble}" if trouble else ""
         if self._is_retired:
             return Replaced("the model is being replaced", math.ceil(self._start_seconds))
         if self.status == "restarting":

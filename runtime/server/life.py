@@ -30,7 +30,8 @@ log = logging.getLogger("mgtp.server")
 LAST_WORDS_SECONDS = 1.0
 """How long answers and probes may take to learn of a failed rank before the server ends."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
+"""Of an end that a signal has asked for, but for the first SIGTERM: that is an end in order."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -93,7 +94,7 @@ class Life:
         loop = asyncio.get_running_loop()
         watch_accepting(loop, self._notices)
         self._asked, self._hurried = asyncio.Event(), asyncio.Event()
-        for number in (n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN):  # nohup ignores SIGHUP
+        for number in (n for n in _EXIT_CODES if signal.getsignal(n) is not signal.SIG_IGN):  # nohup ignores SIGHUP
             loop.add_signal_handler(number, self._on_signal, number)
         log.info("listening on %s", self._address())
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]))
@@ -120,7 +121,8 @@ class Life:
         """The first signal asks for an orderly end, a second one for an immediate one."""
         if self._asked.is_set():
             self._hurried.set()
-        self._exit_code = 0 if number == signal.SIGTERM and not self._hurried.is_set() else 128 + number
+        in_order = number == signal.SIGTERM and not self._hurried.is_set()
+        self._exit_code = 0 if in_order else _EXIT_CODES[number]
         self.server.is_draining = True
         self.models.end()
         self._asked.set()

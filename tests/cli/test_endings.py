@@ -181,6 +181,15 @@ def test_an_error_that_nobody_can_be_told(how, tmp_path):
     assert (run.returncode, run.stdout) == (3, b"")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(closed, run_folder, shard_set):
+    """What nobody wants to read does not make a run fail, nor come to lie in a file of ours."""
+    script = f"{sys.executable} -m mgtp.cli generate {shard_set} {' '.join(GENERATE)} --max-tokens 3 {closed}"
+    run = subprocess.run(["bash", "-c", script], env=environment(run_folder), capture_output=True, timeout=60)
+    assert (run.returncode, bool(run.stdout)) == (0, ">&-" not in closed.split())
+    assert_nothing_left(run_folder)
+
+
 def _is_full(fd: int) -> bool:
     import array
     import termios
