@@ -121,7 +121,7 @@ class RankLink:
         if self.options.log_level == "debug":
             traceback.print_exception(error)
         ours = isinstance(error, MgtpError)
-        message = error.message if ours else f"{type(error).__name__}: {error}".strip() + _place(error)
+        message = error.message if ours else f"{type(error).__name__}: {error}".rstrip(": ") + _place(error)
         self.send(
             Failed(
                 rank=self.rank,

@@ -82,8 +82,10 @@ def silent_error(entry: RankProcess) -> RankError:
     return RankError(f"rank {entry.rank} {entry.how_it_ended} in stage {entry.last_stage!r}{last}", hint)
 
 
-def stalled_error(ranks: Sequence[Rank], what: str) -> RankError:
+def stalled_error(ranks: Sequence[Rank], what: tuple[str, str], way_out: str) -> RankError:
     """The error when nothing comes from `ranks` any more, naming those on which the others wait.
+
+    `what` they do, or do not, of one rank and of several.
 
     Every rank is asked where its Python is: one that waits in a collective is not the one that is late.
     """
@@ -93,10 +95,10 @@ def stalled_error(ranks: Sequence[Rank], what: str) -> RankError:
     for entry in late:
         show_tail(entry)
     numbers = ", ".join(str(e.rank) for e in late)
-    name = f"rank {numbers}" if len(late) == 1 else f"ranks {numbers}"
+    done = f"rank {numbers} {what[0]}" if len(late) == 1 else f"ranks {numbers} {what[1]}"
     place = _place(late[0])
     return RankError(
-        f"{name} {what}, stage {late[0].last_stage!r}{place}", "run again with --debug to see all that ranks print"
+        f"{done}, stage {late[0].last_stage!r}{place}", f"{way_out}run again with --debug to see all that ranks print"
     )
 
 

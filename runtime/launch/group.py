@@ -142,7 +142,10 @@ class RankGroup:
 
     def stalled_step(self) -> RankError:
         """The error for a step that does not end."""
-        return self.note(stalled_error(self.ranks, f"has not finished a step within {self.options.step_timeout:g} s"))
+        what = f"not finished a step within {self.options.step_timeout:g} s"
+        return self.note(
+            stalled_error(self.ranks, (f"has {what}", f"have {what}"), "allow more with --step-timeout, or ")
+        )
 
     def note(self, error: RankError) -> RankError:
         """Remember why the run ends, for other nodes to hear."""

@@ -178,7 +178,8 @@ class StartUp:
         """Take a message into account; None says that time ran out, which raises RankError."""
         if message is None:
             late = [e for e in self.group.ranks if e.stage == self.stage]
-            raise self.group.note(stalled_error(late, f"is not ready after {self.limits[self.stage]:g} s"))
+            what = f"not ready after {self.limits[self.stage]:g} s"
+            raise self.group.note(stalled_error(late, (f"is {what}", f"are {what}"), ""))
         if isinstance(message, Ready):
             self._ready[message.rank] = message
             self._enter(message.rank, RUNNING)
