@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ from .launching import (
     TpSizeOption,
     launch_options,
 )
-from .sampling_options import SeedOption, TemperatureOption, TopPOption
+from .sampling_options import SeedOption, TemperatureOption, TopPOption, sampling_params
 
 if TYPE_CHECKING:
     from ..runtime.chat_session import Conversation, LocalAnswers, RemoteAnswers
@@ -78,15 +79,19 @@ def _answers(
     from .before_sharding import small_files
     from .launching import open_set, running
 
+    def check_files(folder: Path, config: Mapping[str, Any]) -> None:
+        check_chat(folder, config)
+        sampling_params(folder, None, {name: value for name, value in options.items() if value is not None})
+
     def check(checkpoint: Source) -> None:
         with small_files(checkpoint) as folder:
-            check_chat(folder, checkpoint.config)
+            check_files(folder, checkpoint.config)
 
     if target.startswith(("http://", "https://")):
         yield RemoteAnswers(target, api_key, options)
         return
     shard_set = open_set(target, tp_size, check=check)
-    check_chat(shard_set.path, shard_set.config)
+    check_files(shard_set.path, shard_set.config)
     with running(shard_set, launch) as started:
         yield LocalAnswers(started, shard_set, options)
 

@@ -23,10 +23,11 @@ StopOption = Annotated[list[str] | None, typer.Option(help="End the text before 
 IgnoreEosOption = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-text tokens.")]
 
 
-def sampling_params(folder: Path, vocab_size: int, given: Mapping[str, Any]) -> SamplingParams:
-    """What the user says, else what the model's generation_config says, else the defaults; raises UsageError."""
-    from ..runtime.generation_defaults import generation_defaults
+def sampling_params(folder: Path, vocab_size: int | None, given: Mapping[str, Any]) -> SamplingParams:
+    """What the user says, else what the model's generation_config says, else the defaults; raises what is wrong."""
+    from ..runtime.generation_defaults import checked_defaults
     from ..runtime.sampling_params import SamplingParams
     from .options import flag
 
-    return SamplingParams(**{**generation_defaults(folder), **given}).validate(vocab_size, spelled=flag)
+    defaults = checked_defaults(folder, given, lambda name: f"give {flag(name)}, or ")
+    return SamplingParams(**{**defaults, **given}).validate(vocab_size, spelled=flag)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
-from ..shardplan.errors import CheckpointError
+from ..shardplan.errors import CheckpointError, UsageError
+from .sampling_params import SamplingParams
 
+_FILE = "generation_config.json"
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:
     """The model's own sampling options; greedy when it says do_sample false. Empty without a file."""
-    path = folder / "generation_config.json"
+    path = folder / _FILE
     if not path.exists():
         return {}
     try:
@@ -25,3 +28,17 @@ def generation_defaults(folder: Path) -> dict[str, Any]:
     if config.get("do_sample") is False:
         return {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty") or 1.0}
     return {field: config[field] for field in _FIELDS if config.get(field) is not None}
+
+
+def checked_defaults(
+    folder: Path, given: Container[str] = (), way_out: Callable[[str], str] = lambda _: ""
+) -> dict[str, Any]:
+    """The same without those that are `given`, each in range; hints begin with the caller's `way_out` for a name."""
+    defaults = {name: value for name, value in generation_defaults(folder).items() if name not in given}
+    for name, value in defaults.items():
+        try:
+            SamplingParams(**{name: value}).validate()
+        except UsageError as error:
+            hint = f"{way_out(name)}correct the checkpoint's file and shard it again"
+            raise CheckpointError(f"{folder / _FILE}: {error.message}", hint) from None
+    return defaults

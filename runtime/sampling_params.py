@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -10,6 +9,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from ..shardplan.errors import UsageError
+from ..shardplan.values import is_finite_number, shown
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 _LARGEST = 3.0e38  # fits float32, in which the options are used
 
 _FLOAT_RANGES = {
-    "temperature": (0, _LARGEST, "a finite number, 0 or more"),
+    "temperature": (0, _LARGEST, "a number from 0 to 3e+38"),
     "top_p": (0, 1, "a number above 0 and at most 1"),
     "min_p": (0, 1, "a number from 0 to 1"),
     "repetition_penalty": (0.01, 100, "a number from 0.01 to 100"),
@@ -103,7 +103,7 @@ _FLOAT_RANGES = {
     "frequency_penalty": (-2, 2, "a number from -2 to 2"),
 }
 _INT_RANGES = {
-    "top_k": (0, (1 << 31) - 1, "a whole number, 0 (off) or more"),
+    "top_k": (0, (1 << 31) - 1, "a whole number from 0 (off) to 2147483647"),
     "seed": (-(1 << 63), (1 << 64) - 1, "a whole number of at most 64 bits"),
     "max_tokens": (1, (1 << 31) - 1, "a whole number from 1 to 2147483647"),
     "logprobs": (0, 20, "a whole number from 0 to 20"),
@@ -113,7 +113,7 @@ _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return is_finite_number(value)
 
 
 def _is_int(value: Any) -> TypeGuard[int]:
@@ -124,4 +124,4 @@ def _out_of_range(option: str, value: Any, range_text: str, subject: str) -> Usa
     default = {"seed": "a random one", "logprobs": "none"}.get(
         option
     ) or f"its default, {getattr(SamplingParams(), option)}"
-    return UsageError(f"{subject} is {value!r}, it must be {range_text}", f"leave it out for {default}")
+    return UsageError(f"{subject} is {shown(value)}, it must be {range_text}", f"leave it out for {default}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...shardplan.errors import UsageError
 from ...shardplan.shard_set import ShardSet
-from ..generation_defaults import generation_defaults
+from ..generation_defaults import checked_defaults
 from ..grammar_tokenizer import load_tokenizer
 from ..messages import Ready
 from ..text.chat import ChatTemplate
@@ -51,7 +51,7 @@ class ServedModel:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
         self.tokenizer = Tokenizer.load(folder, self.shard_set.config)
         self.template = ChatTemplate.load(folder)
-        self.defaults = generation_defaults(folder)
+        self.defaults = checked_defaults(folder)
         self.eos_ids = sorted(self.tokenizer.eos_ids)
         if self.tokenizer.has_text:
             self.tokenizer.encode("warm")  # what is made on first use is made now

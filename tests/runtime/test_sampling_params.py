@@ -34,10 +34,10 @@ def test_options_in_range(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "range_text"),
     [
-        *[("temperature", value, "finite number, 0 or more") for value in (-0.1, NAN, INF, "1", None, True)],
+        *[("temperature", value, "from 0 to 3e+38") for value in (-0.1, 1e300, NAN, INF, "1", None, True)],
         *[("top_p", value, "above 0 and at most 1") for value in (0, -1, 1.5, NAN, INF)],
         *[("min_p", value, "from 0 to 1") for value in (-0.1, 1.1, NAN)],
-        *[("top_k", value, "0 (off) or more") for value in (-1, 1.5, True, 1 << 31)],
+        *[("top_k", value, "from 0 (off) to 2147483647") for value in (-1, 1.5, True, 1 << 31)],
         *[("repetition_penalty", value, "from 0.01 to 100") for value in (0, -1, NAN, INF)],
         *[("presence_penalty", value, "from -2 to 2") for value in (-2.1, 2.1, NAN)],
         *[("frequency_penalty", value, "from -2 to 2") for value in (-INF, INF, NAN)],
