@@ -7,8 +7,7 @@ name, instead of failing somewhere in a forward pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 
 from .config import ModelConfig
 from .dtypes import SAFETENSORS_NAME
@@ -16,9 +15,8 @@ from .errors import CheckpointError, MgtpError
 from .families import model_tensors
 from .layout import FINGERPRINT_LENGTH, lay_out
 from .names import canonical_name
-from .partition import Axis, model_axes
+from .partition import model_axes
 from .plan import HASH_ALGORITHM, PLAN_FILE, RankPlan, ShardPlan, rank_file_name
-from .sharing import Range
 from .sources.base import TensorInfo
 from .values import shown
 
@@ -57,7 +55,7 @@ def check_against_model(plan: ShardPlan, model: ModelConfig, where: str, ranks: 
     """
     _require(plan.architecture == model.architecture, where, f"architecture is {shown(plan.architecture)}")
     _require(plan.family == model.family, where, f"family is {shown(plan.family)}")
-    _check_axes(plan.shared_axes(), model, plan.tp_size, where)
+    _check_axes(plan, model, where)
     specs, axes = tuple(model_tensors(model)), plan.shared_axes()
     first = [t for t in plan.ranks[0].tensors if t.source is not None]
     infos = {
@@ -88,40 +86,17 @@ def _check_rank(rank: RankPlan, expected: RankPlan, where: str) -> None:
     _require(rank.hash == hash_rank(t.hash for t in rank.tensors), where, f"rank {rank.rank}: the hashes do not agree")
 
 
-def _check_axes(axes: dict[str, Axis], model: ModelConfig, tp_size: int, where: str) -> None:
+def _check_axes(plan: ShardPlan, model: ModelConfig, where: str) -> None:
     try:
-        expected = model_axes(model, [1] * tp_size)
+        expected = model_axes(model, plan.shares)
     except MgtpError as error:
         raise _damaged(where, error.message) from None
+    axes = plan.shared_axes()
     _require(axes.keys() == expected.keys(), where, f"axes are {shown(sorted(axes))}")
     for name, axis in axes.items():
         _require(axis.size == expected[name].size, where, f"axis {name} has size {axis.size}")
-        _require(axis.copied == expected[name].copied, where, f"axis {name}: copied is wrong")
-        fits = len(axis.ranges) == tp_size and _covers(axis.ranges, axis.size, copied=axis.copied)
-        _require(fits, where, f"the ranges of axis {name} do not make up {axis.size}")
-        aligned = axis.unit >= 1 and all(a % axis.unit == 0 for a, _ in axis.ranges)
-        _require(aligned, where, f"the ranges of axis {name} are not whole units of {axis.unit}")
-    for q, kv in _head_axes(model):
-        group = axes[q].size // axes[kv].size
-        for r, ((a, b), (first, last)) in enumerate(zip(axes[q].ranges, axes[kv].ranges, strict=True)):
-            inside = first * group <= a and b <= last * group
-            whole = axes[kv].copied or (a, b) == (first * group, last * group)
-            _require(inside and whole, where, f"rank {r}: {q} and {kv} do not belong together")
-
-
-def _covers(ranges: Sequence[Range], size: int, *, copied: bool) -> bool:
-    """Whether non-empty ranges follow each other from 0 to size; copied ones are single units that may repeat."""
-    if ranges[0][0] != 0 or ranges[-1][1] != size or any(a >= b for a, b in ranges):
-        return False
-    if copied:
-        return all(b == a + 1 for a, b in ranges) and all(c - a in (0, 1) for (a, _), (c, _) in pairwise(ranges))
-    return all(b == c for (_, b), (c, _) in pairwise(ranges))
-
-
-def _head_axes(model: ModelConfig) -> set[tuple[str, str]]:
-    """(query axis, key/value axis) of every kind of layer."""
-    pairs = {(a.q_axis, a.kv_axis) for layer in model.layers if (a := layer.attention) is not None}
-    return pairs | {("delta_v_heads", "delta_k_heads") for layer in model.layers if layer.delta_net is not None}
+        same = axis == expected[name]
+        _require(same, where, f"axis {name} is not shared out as shares {shown(plan.shares)} share it out")
 
 
 def _require(holds: bool, where: str, fault: str) -> None:

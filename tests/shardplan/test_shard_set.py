@@ -220,7 +220,7 @@ def opens(folder: Path) -> ShardSet | None:
     return None
 
 
-HARMLESS = ("tool", "notes", "shares")
+HARMLESS = ("tool", "notes")
 """Fields that nothing is built on."""
 
 
@@ -262,6 +262,11 @@ def test_flipped_bits_in_a_plan(folder: Path) -> None:
             continue
         plan = opened.plan
         assert (plan.ranks, plan.axes, plan.ties, plan.dtype) == (right.ranks, right.axes, right.ties, right.dtype)
+
+
+def test_shares_are_held_against_the_ranges(folder: Path) -> None:
+    edit(folder, shares=[2, 1])
+    refused(folder, "plan.json", "shares [2, 1]")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other/rank-0-of-2.safetensors", "rank-1-of-2.safetensors"])
