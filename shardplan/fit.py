@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from .config import Attention, Layer, ModelConfig
 from .errors import MgtpError
 from .families import model_tensors
-from .partition import Axis, TensorSpec, model_axes, part_bytes, rank_shape
-from .quantities import lowest_terms
+from .partition import Axis, Cut, TensorSpec, model_axes, part_bytes, rank_shape
 from .recurrent_state import state_bytes
 
 CONTEXT_BYTES = 700 << 20
@@ -284,9 +283,17 @@ def _layer_width(layer: Layer, axes: Mapping[str, Axis], rank: int) -> int:
     return ffn + 2 * (2 * keys + 2 * _owned(axes, "delta_v_heads", rank) * d.value_dim)
 
 
-def rank_weights(model: ModelConfig, axes: Mapping[str, Axis], tp_size: int, itemsize: int) -> list[int]:
+WeightKinds = Counter[tuple[tuple[int, ...], Cut | None]]
+"""How many tensors of a model have which shape and cut."""
+
+
+def weight_kinds(model: ModelConfig) -> WeightKinds:
+    """The kinds of `model`'s tensors: there may be thousands of tensors, but few kinds."""
+    return Counter((spec.shape, spec.cut) for spec in model_tensors(model))
+
+
+def rank_weights(kinds: WeightKinds, axes: Mapping[str, Axis], tp_size: int, itemsize: int) -> list[int]:
     """Weight bytes of every rank, without padding, from the model alone."""
-    kinds = Counter((spec.shape, spec.cut) for spec in model_tensors(model))
     return [
         sum(
             count * part_bytes(rank_shape(TensorSpec("", shape, cut), axes, r), itemsize)
@@ -300,9 +307,10 @@ def smallest_tp_size(
     model: ModelConfig, itemsize: int, device_bytes: int, max_model_len: int | None = None, cp_size: int = 1
 ) -> int | None:
     """The fewest equal ranks, on devices of `device_bytes` each, at which the model fits; None when no number does."""
+    kinds = weight_kinds(model)
     for n in range(1, max_tp_size(model) + 1):
         axes = model_axes(model, [1] * n)
-        weights = rank_weights(model, axes, n, itemsize)
+        weights = rank_weights(kinds, axes, n, itemsize)
         if fit(model, axes, weights, itemsize, [device_bytes] * n, max_model_len, cp_size).fits:
             return n
     return None
@@ -329,24 +337,6 @@ def max_tp_size(model: ModelConfig, limit: int = 1024) -> int:
         except MgtpError:
             high = middle - 1
     return low
-
-
-def propose_shares(device_bytes: Sequence[int], fixed_bytes: int) -> list[int]:
-    """Shares in proportion to what devices have left after `fixed_bytes` each: the smallest numbers within 8 %.
-
-    Heads and units are coarse, so finer shares would change little. Devices that are too small get one part.
-    """
-    left = [max(size - fixed_bytes, 1) for size in device_bytes]
-    least = min(left)
-
-    def shares_of(parts: int) -> list[int]:
-        return [max(1, round(size * parts / least)) for size in left]
-
-    def is_close(parts: int) -> bool:
-        pairs = zip(shares_of(parts), left, strict=True)
-        return all(abs(share * least / (size * parts) - 1) <= 0.08 for share, size in pairs)
-
-    return lowest_terms(shares_of(next(filter(is_close, range(1, 17)), 16)))
 
 
 def _owned(axes: Mapping[str, Axis], axis: str, rank: int) -> int:

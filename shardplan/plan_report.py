@@ -10,20 +10,17 @@ from .config import ModelConfig
 from .dtypes import itemsize
 from .errors import DeviceError, UsageError
 from .fit import (
-    COLLECTIVE_BYTES,
-    CONTEXT_BYTES,
     Fit,
     StepSize,
     cache_needs,
     even_tp_sizes,
     fit,
-    propose_shares,
-    rank_weights,
     smallest_tp_size,
     workspace_bytes,
 )
 from .partition import model_axes
 from .plan import AxisPlan, ShardPlan
+from .share_search import best_shares
 from .values import counted
 
 
@@ -204,7 +201,7 @@ def check_fits(label: str, tp_size: int, dtype: str, report: FitReport) -> None:
         f"so {max(0, tight.cache_bytes)} are left for its cache, too little for {what}"
     )
     hints = [f"--tp-size {report.smallest_tp_size}"] if report.smallest_tp_size is not None else []
-    if report.proposed_shares is not None and report.proposed_longest_context:
+    if report.proposed_shares is not None:
         hints.append(f"--shares {','.join(map(str, report.proposed_shares))}")
     if tight.longest_context:
         hints.append(f"--max-model-len {report.longest_context}")
@@ -215,13 +212,11 @@ def check_fits(label: str, tp_size: int, dtype: str, report: FitReport) -> None:
 def _proposal(
     model: ModelConfig, plan: ShardPlan, devices: list[int], max_model_len: int | None, found: Fit, cp_size: int
 ) -> tuple[list[int] | None, Fit | None]:
-    """Shares for unequal devices and the fit they would give; nothing when the plan has these shares already."""
+    """Shares for unequal devices and the fit they give; nothing where that does not fit, or is no better than `found`."""
     if len(set(devices)) == 1:
         return None, None
-    workspace = max(r.workspace_bytes for r in found.ranks)
-    shares = propose_shares(devices, CONTEXT_BYTES + COLLECTIVE_BYTES + workspace)
-    if shares == plan.shares:
+    shares, best = best_shares(model, itemsize(plan.dtype), devices, max_model_len, cp_size)
+    better = (best.longest_context, best.max_sequences) > (found.longest_context, found.max_sequences)
+    if not best.fits or not better or model_axes(model, shares) == plan.shared_axes():
         return None, None
-    axes, size = model_axes(model, shares), itemsize(plan.dtype)
-    weights = rank_weights(model, axes, len(shares), size)
-    return shares, fit(model, axes, weights, size, devices, max_model_len, cp_size)
+    return shares, best

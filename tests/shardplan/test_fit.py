@@ -26,13 +26,14 @@ from mgtp.shardplan.fit import (
     even_tp_sizes,
     fit,
     max_tp_size,
-    propose_shares,
     rank_weights,
     smallest_tp_size,
+    weight_kinds,
 )
 from mgtp.shardplan.partition import model_axes
 from mgtp.shardplan.plan_report import check_fits, report_fit, report_plan
 from mgtp.shardplan.planner import make_plan
+from mgtp.shardplan.share_search import proportional_shares
 from tests.shardplan.memory_source import llama_source
 from tests.tiny import llama_config
 
@@ -167,15 +168,15 @@ def test_context_ranks_share_out_the_cache() -> None:
 def fit_8b(device: int, tp_size: int = 1, length: int | None = None) -> fit_module.Fit:
     model = llama_8b()
     axes = model_axes(model, [1] * tp_size)
-    return fit(model, axes, rank_weights(model, axes, tp_size, 2), 2, [device] * tp_size, length)
+    return fit(model, axes, rank_weights(weight_kinds(model), axes, tp_size, 2), 2, [device] * tp_size, length)
 
 
 def test_weights_from_the_model_alone() -> None:
     """8,030,261,248 parameters; the norms are on both ranks."""
     model = llama_8b()
-    assert rank_weights(model, model_axes(model, [1]), 1, 2) == [2 * 8_030_261_248]
+    assert rank_weights(weight_kinds(model), model_axes(model, [1]), 1, 2) == [2 * 8_030_261_248]
     norms = 65 * 4096
-    assert sum(rank_weights(model, model_axes(model, [1, 1]), 2, 2)) == 2 * (8_030_261_248 + norms)
+    assert sum(rank_weights(weight_kinds(model), model_axes(model, [1, 1]), 2, 2)) == 2 * (8_030_261_248 + norms)
 
 
 def test_8b_on_24_gib() -> None:
@@ -208,7 +209,7 @@ def test_smallest_tp_size() -> None:
 
 def fit_like(model: ModelConfig, n: int, device: int) -> bool:
     axes = model_axes(model, [1] * n)
-    return fit(model, axes, rank_weights(model, axes, n, 4), 4, [device] * n).fits
+    return fit(model, axes, rank_weights(weight_kinds(model), axes, n, 4), 4, [device] * n).fits
 
 
 @settings(max_examples=50, deadline=None)
@@ -271,10 +272,10 @@ def test_even_sizes() -> None:
     ("gib", "shares"),
     [((24, 12, 12), [2, 1, 1]), ((80, 80), [1, 1]), ((24, 24, 12), [2, 2, 1]), ((80, 40, 24), None), ((24, 1), None)],
 )
-def test_proposed_shares(gib: tuple[int, ...], shares: list[int] | None) -> None:
+def test_proportional_shares(gib: tuple[int, ...], shares: list[int] | None) -> None:
     """Within 8 % of what is left after the fixed costs, in the smallest numbers."""
     fixed = GIB
-    found = propose_shares([g * GIB for g in gib], fixed)
+    found = proportional_shares([g * GIB for g in gib], fixed)
     assert shares is None or found == shares
     if min(gib) > 1:
         left = [g * GIB - fixed for g in gib]
@@ -295,7 +296,7 @@ def test_report_of_a_plan() -> None:
     ]
     assert [r.file_bytes for r in report.ranks] == [r.bytes for r in plan.ranks]
     assert [r.weight_bytes for r in report.ranks] == rank_weights(
-        parse_config(source.config), model_axes(parse_config(source.config), [1, 1]), 2, 2
+        weight_kinds(parse_config(source.config)), model_axes(parse_config(source.config), [1, 1]), 2, 2
     )
     sizes = [r.weight_bytes for r in report.ranks]
     assert report.imbalance == pytest.approx(max(sizes) / (sum(sizes) / 2))
@@ -311,6 +312,35 @@ def test_fit_of_unequal_devices_proposes_shares() -> None:
         make_plan(source, 3, shares=[2, 1, 1]), parse_config(source.config), [24 * GIB, 12 * GIB, 12 * GIB], None
     )
     assert same.proposed_shares is None
+
+
+SMOLLM2 = dict(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+    vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def test_the_search_for_shares_goes_on_until_it_finds_no_better() -> None:
+    """Whatever shares a plan has, the same is proposed, which has no better proposal itself."""
+    source, devices = llama_source("bfloat16", **SMOLLM2), [size << 20 for size in (1800, 1590, 1590)]
+    model = parse_config(source.config)
+    first = report_fit(make_plan(source, 3), model, devices, None)
+    assert first.proposed_shares and first.proposed_longest_context
+    other = report_fit(make_plan(source, 3, shares=[4, 1, 1]), model, devices, None)
+    assert other.proposed_shares == first.proposed_shares
+    best = report_fit(make_plan(source, 3, shares=first.proposed_shares), model, devices, None)
+    assert best.proposed_shares is None and best.longest_context >= 2720 > first.longest_context
+
+
+def test_no_shares_are_proposed_where_none_fit() -> None:
+    source = llama_source("float32", **SMOLLM2)
+    model, plan = parse_config(source.config), make_plan(source, 3)
+    found = report_fit(plan, model, [2 * GIB, GIB, GIB], None)
+    assert not found.fits and (found.proposed_shares, found.proposed_longest_context) == (None, None)
+    found = report_fit(
+        make_plan(llama_source("bfloat16", **SMOLLM2), 3), model, [1800 << 20, 1560 << 20, 1560 << 20], 8192
+    )
+    assert not found.fits and found.proposed_shares is None
 
 
 def test_wrong_questions() -> None:
