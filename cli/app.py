@@ -183,7 +183,9 @@ def _fail(message: str, hint: str, code: int, debug: bool, names: Sequence[str])
         os._exit(code)  # everything is cleaned up; the interpreter would wait for that reader
     for name in names:
         message, hint = (text.replace(name, escaped(name)) for text in (message, hint))
-    lines = [f"{what}: {' '.join(text.split())}\n" for what, text in (("error", message), ("hint", hint)) if text]
+    lines = [
+        f"{what}: {escaped(' '.join(text.split()))}\n" for what, text in (("error", message), ("hint", hint)) if text
+    ]
     try:
         if debug:
             traceback.print_exc()

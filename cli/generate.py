@@ -34,6 +34,7 @@ from .launching import (
     launch_options,
     open_set,
 )
+from .options import path
 from .sampling_options import (
     IgnoreEosOption,
     MinPOption,
@@ -56,15 +57,16 @@ def generate(
     tp_size: TpSizeOption = None,
     cp_size: CpSizeOption = 1,
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(parser=path, help="Read the prompt from a file.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The prompt as token ids, such as 1,2,3.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message, with --chat.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Answer every line of this JSONL file instead; needs --output.")
+        Path | None, typer.Option(parser=path, help="Answer every line of this JSONL file instead; needs --output.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --prompts: write results here; those that are there already are kept.")
+        Path | None,
+        typer.Option(parser=path, help="With --prompts: write results here; those that are there already are kept."),
     ] = None,
     unordered: Annotated[
         bool, typer.Option("--unordered", help="With --prompts: write results as they finish.")

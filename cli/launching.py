@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..shardplan.errors import CheckpointError, UsageError
-from .options import positive
+from .options import finite, positive
 
 if TYPE_CHECKING:
     from ..runtime.launch.start import LaunchOptions, StartedGroup
@@ -49,7 +49,9 @@ SharedDeviceOption = Annotated[
 ]
 StepTimeoutOption = Annotated[
     float | None,
-    typer.Option(min=0.1, help="Longest time for a step, in seconds; default: 60 on GPUs, 600 on the CPU."),
+    typer.Option(
+        min=0.1, callback=finite, help="Longest time for a step, in seconds; default: 60 on GPUs, 600 on the CPU."
+    ),
 ]
 CollectiveOption = Annotated[
     str,

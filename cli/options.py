@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import typer
 
 from ..shardplan.errors import UsageError
@@ -10,6 +13,20 @@ from ..shardplan.errors import UsageError
 def flag(name: str) -> str:
     """An option's name as it is typed: max_tokens -> --max-tokens."""
     return f"--{name.replace('_', '-')}"
+
+
+def path(text: str) -> Path:
+    """A path; an empty one stands for the current folder, and as a rule for a variable that is not set."""
+    if not text:
+        raise typer.BadParameter("is empty, name a file or folder")
+    return Path(text)
+
+
+def finite(param: typer.CallbackParam, value: float | None) -> float | None:
+    """`value`, which must be a number that ends."""
+    if value is not None and not math.isfinite(value):
+        raise UsageError(f"{param.opts[0]} {value} must be finite", "give a number of seconds, however large")
+    return value
 
 
 def positive(param: typer.CallbackParam, value: int | None) -> int | None:

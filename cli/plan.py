@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..shardplan.errors import UsageError
+from ..shardplan.values import escaped
 from .app import app
 from .launching import CpSizeOption, DummyWeightsOption, JsonOption, MaxModelLenOption, RevisionOption
 from .options import positive
@@ -54,11 +55,13 @@ def plan(
     proposed_longest_context, ranks: rank, device_bytes, weight_bytes, workspace_bytes, context_bytes, collective_bytes,
     kept_back_bytes, cache_bytes: what is left, below zero when nothing is, longest_context, max_sequences).
     """
+    from ..shardplan.fit import check_cp_size
     from ..shardplan.plan_report import check_fits, report_fit, report_plan
     from ..shardplan.quantities import parse_sizes
     from .console import print_json
 
     found, config, is_shard_set = _plan(model, tp_size, dtype, shares, revision, dummy_weights)
+    check_cp_size(cp_size, max_model_len or config.max_position)
     report = report_plan(model, found, config, is_shard_set=is_shard_set, cp_size=cp_size)
     sizes = (
         parse_sizes(device_memory, "--device-memory")
@@ -154,7 +157,7 @@ def _print(report: PlanReport) -> None:
     for name, other in report.ties.items():
         print(f"tied: {name} is {other}")
     for note in report.notes:
-        print(f"note: {note}")
+        print(f"note: {escaped(note)}")
     _print_fit(report)
 
 

@@ -15,7 +15,7 @@ from .launching import (
     JsonOption,
     SharedDeviceOption,
 )
-from .options import positive
+from .options import path, positive
 
 if TYPE_CHECKING:
     from ..runtime.launch.device_probe import ProbeResult
@@ -31,7 +31,9 @@ def probe(
     devices: DevicesOption = None,
     allow_shared_device: SharedDeviceOption = False,
     collective: CollectiveOption = "auto",
-    plot: Annotated[Path | None, typer.Option(help="Draw latency over message size into this .svg file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=path, help="Draw latency over message size into this .svg file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the devices and their links, test every backend of the collectives, and measure it from 1 KiB to 64 MiB.

@@ -34,6 +34,7 @@ from .launching import (
     open_set,
 )
 from .nodes import open_node_set, refuse_for_nodes
+from .options import finite
 
 if TYPE_CHECKING:
     from socket import socket
@@ -68,9 +69,11 @@ def serve(
         str | None, typer.Option(help="Ask for this key ('Authorization: Bearer KEY').", envvar="MGTP_API_KEY")
     ] = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Most sequences to wait; more are refused (429).")] = 1024,
-    request_timeout: Annotated[float, typer.Option(min=0.1, help="Longest time for a request, in seconds.")] = 600,
+    request_timeout: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Longest time for a request, in seconds.")
+    ] = 600,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="On SIGTERM, how long running requests may go on, in seconds.")
+        float, typer.Option(min=0, callback=finite, help="On SIGTERM, how long running requests may go on, in seconds.")
     ] = 30,
     restart: Annotated[
         str,

@@ -11,7 +11,7 @@ import typer
 
 from .app import app
 from .launching import JsonOption, RevisionOption
-from .options import positive
+from .options import path, positive
 
 if TYPE_CHECKING:
     from ..shardplan.plan import ShardPlan
@@ -34,7 +34,8 @@ def shard(
     model: ModelArgument,
     tp_size: Annotated[int, typer.Option(callback=positive, help="The number of ranks.")],
     out: Annotated[
-        Path | None, typer.Option(help="The folder to write; default: <model>-tp<N> in the current folder.")
+        Path | None,
+        typer.Option(parser=path, help="The folder to write; default: <model>-tp<N> in the current folder."),
     ] = None,
     dtype: ShardDtypeOption = "auto",
     revision: RevisionOption = None,

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .config import Attention, Layer, ModelConfig
-from .errors import MgtpError
+from .errors import MgtpError, UsageError
 from .families import model_tensors
 from .partition import Axis, Cut, TensorSpec, model_axes, part_bytes, rank_shape
 from .recurrent_state import state_bytes
@@ -301,6 +301,16 @@ def rank_weights(kinds: WeightKinds, axes: Mapping[str, Axis], tp_size: int, ite
         )
         for r in range(tp_size)
     ]
+
+
+def check_cp_size(cp_size: int, max_model_len: int, block_tokens: int = BLOCK_TOKENS) -> None:
+    """Raise UsageError where some ranks would never hold a token of a sequence of `max_model_len` tokens."""
+    most = max(1, -(-max_model_len // block_tokens))
+    if cp_size > most:
+        raise UsageError(
+            f"--cp-size {cp_size}: {max_model_len} tokens in blocks of {block_tokens} are {most} to share out",
+            f"use --cp-size {most} or less",
+        )
 
 
 def smallest_tp_size(

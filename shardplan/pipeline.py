@@ -33,6 +33,8 @@ _LARGE_WINDOW = 8 << 20
 
 _PROGRESS_SECONDS = 0.05
 _MAX_THREADS = 8
+_MOST_THREADS = 64
+"""Even where more are asked for: starting them would take longer than the work."""
 
 
 @dataclass
@@ -213,7 +215,7 @@ def write_tensors(
     the journal holds only what is in the files.
     """
     work = Pass(source, files, journal)
-    count = threads or min(_MAX_THREADS, usable_cores())
+    count = min(threads or min(_MAX_THREADS, usable_cores()), _MOST_THREADS)
     workers = [threading.Thread(target=work.run, name=f"mgtp-shard-{i}", daemon=True) for i in range(count)]
     try:
         start_threads(workers)

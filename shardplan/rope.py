@@ -64,7 +64,7 @@ def parse_rope(
     head_dim: int,
     *,
     default_theta: float = 10000.0,
-    partial_rotary_factor: float = 1.0,
+    partial_rotary_factor: float | None = None,
     interleaved: bool = False,
     in_float32: bool = False,
     float32_tables: bool = False,
@@ -73,6 +73,7 @@ def parse_rope(
 ) -> Rope:
     """The rotary embedding that `config` (a text config) states; `layer_type` picks a nested per-type entry.
 
+    `partial_rotary_factor`: the family's default; None where the family rotates whole heads, whatever a config says.
     `static_alpha`: the family reads `dynamic` with an `alpha` as a fixed stretch (HunYuan); others ignore `alpha`.
 
     Raises CheckpointError for an unknown type, a missing or ill-typed field, or a head_dim that is odd.
@@ -92,8 +93,13 @@ def parse_rope(
     partial = _number(
         params.get("partial_rotary_factor", config.get("partial_rotary_factor")),
         "partial_rotary_factor",
-        partial_rotary_factor,
+        1.0 if partial_rotary_factor is None else partial_rotary_factor,
     )
+    if partial_rotary_factor is None and partial != 1 and kind != "proportional":
+        raise CheckpointError(
+            f"partial_rotary_factor is {partial:g}, and models of this family rotate whole heads",
+            "take it out of config.json if the model was trained so: transformers does not look at it",
+        )
     if partial > 1:
         raise CheckpointError(f"rope setting 'partial_rotary_factor' is {partial}, more than 1", "fix config.json")
     rotary_dim = head_dim if kind == "proportional" else int(head_dim * partial)

@@ -30,7 +30,9 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     text = common.settings(config, _DEFAULTS)
     reader = ConfigReader(text)
     attention = common.attention(
-        ConfigReader({**text, "rope_scaling": None, "rope_parameters": _rope(text)}), window=common.window(reader, None)
+        ConfigReader({**text, "rope_scaling": None, "rope_parameters": _rope(text)}),
+        window=common.window(reader, None),
+        partial_rotary_factor=1.0,
     )
     return common.model_config(text, "phi3", common.uniform_layers(reader, attention), norm_eps=1e-5)
 

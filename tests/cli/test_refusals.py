@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from mgtp.cli.app import main
@@ -66,3 +69,52 @@ def test_a_flipped_bit_in_the_weights_is_found_when_asked(tiny_checkpoint, tmp_p
         arguments = [command[0], str(tmp_path / "set"), *command[1:], "--device", "cpu", "--verify-on-load"]
         assert main(arguments) == 3
         assert "rank-1-of-2.safetensors: lm_head.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--step-timeout", "inf"), "--step-timeout inf must be finite"),
+        (("--cp-size", "99"), "--cp-size 99: 256 tokens in blocks of 16 are 16 to share out"),
+        (("--prompts", "", "--output", "x"), "--prompts"),
+    ],
+)
+def test_options_that_cannot_be(options, words, tiny_checkpoint, tmp_path, capsys):
+    folder = str(tmp_path / "set")
+    assert main(["shard", str(tiny_checkpoint("base")), "--tp-size", "1", "--out", folder]) == 0
+    capsys.readouterr()
+    assert main(["generate", folder, "--device", "cpu", "--prompt", "x", *options]) == 2
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert words in error and hint.startswith("hint: ")
+
+
+def test_an_empty_name_is_not_the_current_folder(tiny_checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["shard", str(tiny_checkpoint("base")), "--tp-size", "1", "--out", ""]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["base", "qwen2_qkvbias", "sliding8"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_part_of_heads_is_not_rotated_where_the_family_has_no_such_thing(
+    family, nested, tiny_checkpoint, tmp_path, capsys
+):
+    """The reference ignores the factor there, so that to obey it would be silent nonsense."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint(family), folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"partial_rotary_factor": 0.5}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope}} if nested else rope
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["shard", str(folder), "--tp-size", "1", "--out", str(tmp_path / "set")]) == 3
+    assert "partial_rotary_factor is 0.5" in capsys.readouterr().err
+
+
+def test_control_characters_do_not_reach_the_terminal(tiny_checkpoint, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("base"), folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('a\nb\x1b[31m') }}")
+    assert main(["shard", str(folder), "--tp-size", "1", "--out", str(tmp_path / "set")]) == 0
+    assert main(["generate", str(tmp_path / "set"), "--device", "cpu", "--chat", "--prompt", "x"]) != 0
+    assert "\x1b" not in capsys.readouterr().err
