@@ -14,6 +14,9 @@ from .errors import CheckpointError
 from .rope import Rope
 from .values import is_finite_number, shown
 
+_MOST = (1 << 40) - 1
+"""The largest count: sizes of tensors stay within 64 bits, and larger ones are damage."""
+
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 
 
@@ -128,13 +131,13 @@ class ConfigReader:
         value = self.values.get(key)
         return default if value is None else value
 
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A positive integer, or with `least` 0 one that may be zero."""
+    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
+        """A positive integer up to `most`, or with `least` 0 one that may be zero."""
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"config.json: {key!r} is missing", "take config.json from the model's repository")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 40:
-            raise self._bad(key, value, "a positive integer" if least else "a positive integer or 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._bad(key, value, f"a positive integer{'' if least else ' or 0'}, at most {most}")
         return value
 
     def number(self, key: str, default: float) -> float:

@@ -7,16 +7,19 @@ import re
 
 from .errors import UsageError
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_LARGEST_SHARE = 1 << 31
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTPE]?)(i?)B?", re.IGNORECASE)
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+_LARGEST_SHARE = (1 << 31) - 1
+_LARGEST_SIZE = 1 << 50  # 1 PiB
 
 
 def parse_shares(text: str, tp_size: int) -> list[int]:
     """'2,1,1' as the ranks' weights, in lowest terms; raises UsageError unless they are one positive number a rank."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(p.isdecimal() and len(p) < 12 and 0 < int(p) < _LARGEST_SHARE for p in parts):
-        raise UsageError(f"--shares {text!r} is not a list of positive whole numbers", "give shares such as 2,1,1")
+    if not all(p.isdecimal() and len(p) < 12 and 0 < int(p) <= _LARGEST_SHARE for p in parts):
+        raise UsageError(
+            f"--shares {text!r} is not a list of whole numbers from 1 to {_LARGEST_SHARE}", "give shares such as 2,1,1"
+        )
     if len(parts) != tp_size:
         raise UsageError(f"--shares {text} has {len(parts)} entries, --tp-size is {tp_size}", "give one share a rank")
     return lowest_terms([int(p) for p in parts])
@@ -42,4 +45,6 @@ def _parse_size(part: str, text: str, option: str) -> int:
     size = int(float(number) * (1000 if is_decimal else 1024) ** _POWER[prefix.upper()])
     if size < 1 << 20:
         raise UsageError(f"{option} {text!r}: {part!r} is {size} bytes only", "give 1MiB or more, such as 24GiB")
+    if size > _LARGEST_SIZE:
+        raise UsageError(f"{option} {text!r}: {part!r} is more than 1PiB", "give at most 1PiB, such as 24GiB")
     return size

@@ -14,6 +14,9 @@ from ..partition import Cut, Segment, TensorSpec, columns, rows, segmented
 from ..rope import Rope, parse_rope, rope_parameters
 from ..values import shown
 
+_MOST_LAYERS = _MOST_EXPERTS = 10_000
+"""Bounds, so that a wrong number cannot exhaust memory."""
+
 
 def heads(reader: ConfigReader) -> tuple[int, int]:
     """(query heads, key/value heads), checked to form whole groups."""
@@ -138,11 +141,8 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def num_layers(reader: ConfigReader) -> int:
-    """The number of decoder layers; bounded, so that a wrong number cannot exhaust memory."""
-    count = reader.count("num_hidden_layers")
-    if count > 10_000:
-        raise CheckpointError(f"config.json: num_hidden_layers is {count}", "fix config.json")
-    return count
+    """The number of decoder layers."""
+    return reader.count("num_hidden_layers", most=_MOST_LAYERS)
 
 
 def uniform_layers(reader: ConfigReader, layer_attention: Attention) -> list[Layer]:
@@ -260,5 +260,9 @@ def expert_ffn(size: int, num_experts: int, experts_per_token: int) -> Ffn:
         raise CheckpointError(
             f"config.json: num_experts_per_tok {experts_per_token} is more than the {num_experts} experts",
             "fix config.json",
+        )
+    if num_experts > _MOST_EXPERTS:
+        raise CheckpointError(
+            f"config.json: {num_experts} experts are more than {_MOST_EXPERTS} in a layer", "fix config.json"
         )
     return Ffn(size, "expert_ffn", num_experts, experts_per_token)

@@ -11,6 +11,7 @@ from ..errors import CheckpointError
 from ..values import is_finite_number, shown
 
 CONVERT_AGAIN = "convert the model again with a current llama.cpp, or use the original checkpoint"
+_MOST = (1 << 31) - 1
 
 
 class Metadata:
@@ -47,8 +48,8 @@ class Metadata:
             value = int(value[0])
         if isinstance(value, np.ndarray):
             raise self.error(f"metadata {key!r} differs from layer to layer, which is not supported")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            raise self._wrong(key, value, "a non-negative integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+            raise self._wrong(key, value, f"a non-negative integer, at most {_MOST}")
         return value
 
     def positive(self, key: str, default: int | None = None) -> int:

@@ -17,6 +17,7 @@ from mgtp.shardplan.errors import CheckpointError
 from mgtp.shardplan.families import is_unused, model_tensors, parse_config
 from mgtp.shardplan.partition import model_axes
 from tests.recipes import RECIPES
+from tests.tiny import llama_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -219,3 +220,16 @@ def refusal(config: dict[str, Any]) -> str | None:
     except CheckpointError as error:
         return error.message
     return None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [
+        ("hidden_size", 10**30, (1 << 40) - 1), ("head_dim", 1 << 40, (1 << 40) - 1),
+        ("max_position_embeddings", 10**20, (1 << 40) - 1), ("num_hidden_layers", 10**12, 10_000),
+    ],
+)  # fmt: skip
+def test_what_is_too_large_is_refused_with_the_limit(key, value, most):
+    assert f"{key} is {value}, must be a positive integer, at most {most}" in (
+        refusal(llama_config(**{key: value})) or ""
+    )

@@ -16,10 +16,10 @@ def test_shares(text: str, shares: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2,1", "2,1,1,1", "2,0,1", "2,-1,1", "2,1.5,1", "a,b,c", "1,1,99999999999", "²,1,1"]
+    "text", ["", "2,1", "2,1,1,1", "2,0,1", "2,-1,1", "2,1.5,1", "a,b,c", "1,1,2147483648", "²,1,1"]
 )
 def test_wrong_shares(text: str) -> None:
-    with pytest.raises(UsageError, match="--shares"):
+    with pytest.raises(UsageError, match=r"--shares .*(from 1 to 2147483647|entries)"):
         parse_shares(text, 3)
 
 
@@ -35,6 +35,7 @@ def test_wrong_shares(text: str) -> None:
         ("80000000000", 80_000_000_000),
         ("80000000000B", 80_000_000_000),
         ("1T", 1 << 40),
+        ("1PiB", 1 << 50),
     ],
 )
 def test_sizes(text: str, size: int) -> None:
@@ -47,4 +48,10 @@ def test_sizes(text: str, size: int) -> None:
 )
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(UsageError, match="--device-memory"):
+        parse_sizes(text, "--device-memory")
+
+
+@pytest.mark.parametrize("text", ["1.1PiB", "2000TiB", "1EiB"])
+def test_sizes_that_are_too_large(text: str) -> None:
+    with pytest.raises(UsageError, match="is more than 1PiB"):
         parse_sizes(text, "--device-memory")
