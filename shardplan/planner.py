@@ -21,6 +21,7 @@ from .values import counted, shown
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 _LISTED = 1000  # names in one message
+_SEARCHED = 1 << 18  # tensors of a model, more than any real one has
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def match(source: Source) -> Blueprint:
     stored = replace(model, tie_word_embeddings=model.tie_word_embeddings and HEAD not in names)
     # A config may call for billions of tensors: no more are made than are needed to say that they are missing.
     specs = tuple(islice(model_tensors(stored), len(names) + _LISTED))
-    _check_names(specs, names, source)
+    _check_names(specs, stored, names, source)
     sources = {spec.name: source.tensors[names[spec.name]] for spec in specs}
     _check_tensors(specs, sources, source)
     if model.tie_word_embeddings and HEAD in names:
@@ -143,26 +144,33 @@ def _check_conversion(blueprint: Blueprint, dtype: str, source: Source) -> None:
             )
 
 
-def _check_names(specs: Sequence[TensorSpec], names: Mapping[str, str], source: Source) -> None:
-    wanted = {spec.name for spec in specs}
+def _check_names(specs: Sequence[TensorSpec], model: ModelConfig, names: Mapping[str, str], source: Source) -> None:
     missing = [spec.name for spec in specs if spec.name not in names]
-    more = " or more" if len(missing) >= _LISTED else ""
-    unexpected = sorted(names[name] for name in names if name not in wanted)
-    if missing == [HEAD]:
+    unexpected = _unexpected(model, names) if missing or len(specs) < len(names) else []
+    if missing == [HEAD] and not unexpected:
         raise CheckpointError(
             f"{source.label}: {HEAD} is missing and tie_word_embeddings is false",
             "take the complete checkpoint, or set tie_word_embeddings in config.json if its head is the embedding",
         )
+    found = []
     if missing:
-        raise CheckpointError(
-            f"{source.label}: {counted(len(missing), 'missing tensor')}{more}: {_listed(missing)}",
-            "download the checkpoint again; config.json and weights must belong together",
-        )
+        more = " or more" if len(missing) >= _LISTED else ""
+        found.append(f"{counted(len(missing), 'missing tensor')}{more}: {_listed(missing)}")
     if unexpected:
+        found.append(f"{counted(len(unexpected), 'tensor')} not part of this architecture: {_listed(unexpected)}")
+    if found:
+        way_out = "adapters have to be merged first" if unexpected else "download the checkpoint again"
         raise CheckpointError(
-            f"{source.label}: {counted(len(unexpected), 'tensor')} not part of this architecture: {_listed(unexpected)}",
-            "config.json and weights must belong together; adapters have to be merged first",
+            f"{source.label}: {'; '.join(found)}", f"config.json and weights must belong together; {way_out}"
         )
+
+
+def _unexpected(model: ModelConfig, names: Mapping[str, str]) -> list[str]:
+    """What a checkpoint calls the tensors that the model does not have; nothing for a model of too many tensors."""
+    left, specs = dict(names), model_tensors(model)
+    for spec in islice(specs, _SEARCHED):
+        left.pop(spec.name, None)
+    return sorted(left.values()) if next(specs, None) is None else []
 
 
 def _check_tensors(specs: Sequence[TensorSpec], sources: Mapping[str, TensorInfo], source: Source) -> None:

@@ -108,6 +108,18 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     assert "1 missing tensor: model.layers.1.self_attn.k_proj.weight" in refusal(folder).message
 
 
+def test_a_renamed_tensor_is_named_both_ways(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_haed.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, folder / "model.safetensors")
+    found = "1 missing tensor: lm_head.weight; 1 tensor not part of this architecture: lm_haed.weight"
+    assert found in refusal(folder).message
+    save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
+    assert "base_model.model.lm_haed.weight" in refusal(folder).message
+    assert "adapters" in refusal(folder).hint
+
+
 def test_an_untied_head_that_is_absent_is_named(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "m", tied=True)
     edit_json(folder / "config.json", tie_word_embeddings=False)
