@@ -77,11 +77,13 @@ def _globals(
 ) -> None:
     """Cut checkpoints into one file per GPU and run them tensor-parallel."""
     from ..shardplan.errors import UsageError
+    from .background import stderr_in_background
     from .console import set_up_logging
 
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level {log_level!r} is unknown", f"use one of {', '.join(LOG_LEVELS)}")
     ctx.obj = Globals("debug" if debug else log_level, debug)
+    ctx.with_resource(stderr_in_background())
     set_up_logging(ctx.obj.log_level)
 
 

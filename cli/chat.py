@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +55,7 @@ def chat(
     Answers go to stdout. Without a terminal, every line of stdin is said in turn, and a failure ends the command.
     """
     from ..runtime.chat_session import Conversation
+    from .background import watched_stdout
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     launch = launch_options(
@@ -66,8 +67,8 @@ def chat(
         max_model_len=max_model_len,
         max_num_seqs=1,
     )
-    with _answers(target, tp_size, launch, api_key, options) as answers:
-        _talk(Conversation(answers, system), answers.model)
+    with _answers(target, tp_size, launch, api_key, options) as answers, watched_stdout(answers.check) as write:
+        _talk(Conversation(answers, system), answers.model, write)
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def _answers(
         yield LocalAnswers(started, shard_set, options)
 
 
-def _talk(conversation: Conversation, model: str) -> None:
+def _talk(conversation: Conversation, model: str, write: Callable[[str], None]) -> None:
     """Read, answer, and so on until the input ends."""
     interactive = sys.stdin.isatty()
     if interactive:
@@ -114,21 +115,19 @@ def _talk(conversation: Conversation, model: str) -> None:
         elif command.startswith("/") and interactive:
             print(HELP, file=sys.stderr)
         elif line.strip():
-            _answer(conversation, line, interactive)
+            _answer(conversation, line, interactive, write)
 
 
-def _answer(conversation: Conversation, line: str, interactive: bool) -> None:
+def _answer(conversation: Conversation, line: str, interactive: bool, write: Callable[[str], None]) -> None:
     """Print an answer as it comes; a failure does not end a conversation that a person is having."""
     try:
         for piece in conversation.say(line):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            write(piece)
     except MgtpError as error:
         if not interactive or error.exit_code == 5:
             raise
         print(f"error: {error.message}", file=sys.stderr)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    write("\n")
 
 
 def _lines(interactive: bool) -> Iterator[str]:

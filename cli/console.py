@@ -145,11 +145,16 @@ def stderr_is_terminal() -> bool:
 
 
 def print_json(document: Any) -> None:
-    """Write one JSON document to stdout. Accepts what msgspec encodes: structs, dataclasses, dicts."""
+    """Write one JSON document to stdout."""
+    sys.stdout.buffer.write(json_line(document))
+    sys.stdout.flush()
+
+
+def json_line(document: Any) -> bytes:
+    """A JSON document and the end of its line. Accepts what msgspec encodes: structs, dataclasses, dicts."""
     import msgspec
 
-    sys.stdout.buffer.write(msgspec.json.encode(document) + b"\n")
-    sys.stdout.flush()
+    return msgspec.json.encode(document) + b"\n"
 
 
 def human_bytes(size: float) -> str:

@@ -158,7 +158,8 @@ class GenerateOne:
 
     def _write(self, started: StartedGroup, as_json: bool) -> None:
         from ..runtime.launch.client import Generation, generate
-        from .console import print_json
+        from .background import watched_stdout
+        from .console import json_line
 
         result = Generation(self._ids)
         pieces = generate(
@@ -170,17 +171,16 @@ class GenerateOne:
             result=result,
             continues_text=not self._chat,
         )
-        for piece in pieces:
-            if not as_json:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        if as_json:
-            print_json(_document(started, self._shard_set, self._tokenizer, result, self._sampling))
-        elif self._tokenizer.has_text:
-            sys.stdout.write("\n")
-        else:
-            print(",".join(map(str, result.token_ids)))
-        sys.stdout.flush()
+        with watched_stdout(started.group.check) as write:
+            for piece in pieces:
+                if not as_json:
+                    write(piece)
+            if as_json:
+                write(json_line(_document(started, self._shard_set, self._tokenizer, result, self._sampling)))
+            elif self._tokenizer.has_text:
+                write("\n")
+            else:
+                write(",".join(map(str, result.token_ids)) + "\n")
 
 
 def _document(

@@ -33,6 +33,10 @@ class Answers(Protocol):
         """The pieces of the answer to `messages`, as they come."""
         ...
 
+    def check(self) -> None:
+        """Raise MgtpError when no more answers can come; for who is busy with other things than asking."""
+        ...
+
 
 @dataclass
 class Conversation:
@@ -82,6 +86,9 @@ class RemoteAnswers:
                     raise MgtpError(f"{self._url}: {document['error']['message']}")
                 for choice in document["choices"]:
                     yield choice["delta"].get("content") or ""
+
+    def check(self) -> None:
+        """See Answers. The next request finds out."""
 
     def _open(self, path: str, body: Any) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
@@ -135,3 +142,7 @@ class LocalAnswers:
             sampling = msgspec.structs.replace(sampling, max_tokens=default_max_tokens(len(ids), context))
         check_prompt(ids, sampling.max_tokens, context, self._vocab_size)
         yield from generate(self._started, self._tokenizer, ids, sampling, result=Generation(ids), continues_text=False)
+
+    def check(self) -> None:
+        """See Answers."""
+        self._started.group.check()

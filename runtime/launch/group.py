@@ -176,6 +176,11 @@ class RankGroup:
                 raise self.note(RankError(what, "do not suspend ranks"))
         return False
 
+    def check(self) -> None:
+        """Raise RankError when a rank has failed; for a front that for the moment takes no messages."""
+        if self.has_exited():
+            raise self._first_cause(None)
+
     def stop(self, *, orderly: bool = False) -> None:
         """End every rank and remove the folder. `orderly`: after success they first leave their process group together.
 

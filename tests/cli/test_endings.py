@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import pytest
 from mgtp.runtime.launch import run_folder as run_folder_module
 from mgtp.runtime.stages import ORDER, RUNNING, SPAWN
 from tests.fault_matrix import start_faulty
-from tests.processes import assert_nothing_left, environment, mgtp, rank_pids, start, wait_for_ranks
+from tests.processes import assert_nothing_left, environment, mgtp, rank_pid, rank_pids, start, wait_for_ranks
 from tests.servers import wait_for
 
 END_SECONDS = 15
@@ -172,6 +173,65 @@ def test_a_reader_of_everything_that_stops(run_folder, shard_set):
     assert_nothing_left(run_folder)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_fails_while_the_reader_of_stdout_has_stopped(number, run_folder, shard_set):
+    """It is noticed and said all the same."""
+    ours, theirs = _nearly_full_pipe()
+    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "30000"]
+    run = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    try:
+        wait_for(lambda: _is_full(ours) or None, 60)
+        _wait_until_nothing_comes(ours)
+        os.kill(rank_pid(run_folder, 1), number)
+        _, err = run.communicate(timeout=END_SECONDS)
+    finally:
+        run.kill()
+        os.close(ours)
+    assert run.returncode == 5, err
+    assert f"error: rank 1 {'was killed' if number == signal.SIGKILL else 'is stopped'}" in err
+    assert_nothing_left(run_folder)
+
+
+@pytest.mark.parametrize("fault", ["none", "a rank is killed"])
+def test_a_batch_while_the_reader_of_stderr_has_stopped(fault, run_folder, shard_set):
+    """From the very start: the work is done all the same, and it ends when a rank does."""
+    ours, theirs = _nearly_full_pipe(4096)
+    limit = 5 if fault == "none" else 30000
+    request = {"prompt": "x", "max_tokens": limit, "ignore_eos": True}
+    (run_folder / "in.jsonl").write_text(json.dumps(request) + "\n")
+    files = ("--prompts", str(run_folder / "in.jsonl"), "--output", str(run_folder / "out.jsonl"))
+    command = [sys.executable, "-m", "mgtp.cli", "--debug", "generate", shard_set, *files, "--device", "cpu"]
+    run = subprocess.Popen(command, env=environment(run_folder), stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    try:
+        if fault != "none":
+            wait_for_ranks(run_folder, 2)
+            wait_for(lambda: _stage_of_rank_1(run_folder) == RUNNING or None, 60)
+            os.kill(rank_pid(run_folder, 1), signal.SIGKILL)
+        assert run.wait(60 if fault == "none" else END_SECONDS) == (0 if fault == "none" else 5)
+    finally:
+        run.kill()
+        os.close(ours)
+    assert_nothing_left(run_folder)
+    assert len((run_folder / "out.jsonl").read_text().splitlines()) == (fault == "none")
+
+
+def _wait_until_nothing_comes(fd: int) -> None:
+    before = -1
+    while (now := _num_bytes(fd)) != before:
+        before = now
+        time.sleep(0.5)
+
+
+def _nearly_full_pipe(written: int = 3200) -> tuple[int, int]:
+    """The ends (to read, to write) of a pipe that holds 4096 bytes."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(theirs, b"." * written)
+    return ours, theirs
+
+
 @pytest.mark.parametrize("how", ["gone", "full", "closed"])
 def test_an_error_that_nobody_can_be_told(how, tmp_path):
     """The exit code says it all the same, and stdout has results only."""
@@ -191,12 +251,17 @@ def test_closed_streams(closed, run_folder, shard_set):
 
 
 def _is_full(fd: int) -> bool:
+    return _num_bytes(fd) > 3500
+
+
+def _num_bytes(fd: int) -> int:
+    """What waits in a pipe."""
     import array
     import termios
 
     count = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, count)
-    return count[0] > 3500
+    return count[0]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
