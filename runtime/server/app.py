@@ -72,6 +72,7 @@ def build_app(server: Server) -> ASGIApp:
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(MgtpError, on_error)
+    app.add_exception_handler(Exception, on_error)  # a fault of ours, in the same form
     _add_generation(app, server)
     _add_model(app, server)
     _add_life(app, server)

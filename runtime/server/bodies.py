@@ -65,13 +65,15 @@ async def read_chat(
     """What a body of /v1/chat/completions asks for; like `read_completion`. By default there is all the room left."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    options = prompts.read_options(body, model, limits, (body.top_logprobs or 0) if body.logprobs else None)
+    options = prompts.read_options(
+        body, model, limits, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs"
+    )
     n, stop = prompts.read_n(body.n, limits), prompts.read_stop(body.stop, model, limits)
     given, name = prompts.chat_max_tokens(body)
     max_tokens = prompts.read_max_tokens(given, name, 1, default_tokens)
     tools = ToolUse.of(body, model)
     ids = await prompts.read_conversation(model, body.messages, tools.documents, body.chat_template_kwargs)
-    prompts.check_prompt(ids, max_tokens if given is not None else 1, model)
+    prompts.check_prompt(ids, max_tokens if given is not None else 1, model, "messages")
     grammar = await (tools.grammar(model) if tools.forced else read_format(model, body.response_format))
     form = ChatForm(model, [ids], n, bool(body.logprobs), bool(body.return_token_ids), tools)
     room = min(max_tokens, model.max_model_len - len(ids))

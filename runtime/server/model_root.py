@@ -17,7 +17,7 @@ def resolve(root: Path, path: str) -> Path:
     try:
         folder = (root / path).resolve(strict=True)
         entries = [Path(entry.path).resolve() for entry in os.scandir(folder)]
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):  # the last for half a surrogate
         raise ApiError(404, f"there is no folder {shown} below the model root", param="path") from None
     if not all(_is_below(root, each) for each in (folder, *entries)):
         raise ApiError(400, f"path {shown} leads out of the model root", param="path")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ...shardplan.errors import UsageError
@@ -17,6 +18,9 @@ MAX_STOP_CHARACTERS = 1024
 
 _MESSAGE_CHARACTERS = 64
 """What a template writes around a message takes time too."""
+
+_TOKEN_ID = re.compile("-?(0|[1-9][0-9]*)", re.ASCII)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _OPTIONS = (
     "temperature",
@@ -65,7 +69,8 @@ async def read_conversation(
 
 def _plain_message(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it: content as one text, arguments of tool calls as objects."""
-    if message.content is None and not (message.role == "assistant" and message.model_extra):
+    says_more = any(value is not None for value in (message.model_extra or {}).values())
+    if message.content is None and not (message.role == "assistant" and says_more):
         name = f"messages.{index}.content"
         raise ApiError(400, f"{name} is missing: only an assistant that calls tools may say nothing", param=name)
     fields = {"role": message.role, "content": _text(message.content), **(message.model_extra or {})}
@@ -81,7 +86,8 @@ def _text(content: str | list[dict[str, Any]] | None) -> str | None:
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = str(part.get("type"))[:50]
-            raise ApiError(400, f"content parts of type {kind!r} are not supported, text is", param="messages")
+            what = "must have a string as 'text'" if kind == "text" else "are not supported, text is"
+            raise ApiError(400, f"content parts of type {kind!r} {what}", param="messages")
     return "\n".join(part["text"] for part in content)
 
 
@@ -97,27 +103,35 @@ def _with_object_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def check_prompt(ids: list[int], wanted: int, model: ServedModel) -> None:
-    """Raise ApiError for a prompt that is empty, has unknown ids, or leaves no room for `wanted` tokens."""
+def check_prompt(ids: list[int], wanted: int, model: ServedModel, name: str = "prompt") -> None:
+    """Raise ApiError for a prompt that is empty, has unknown ids, or leaves no room for `wanted` tokens.
+
+    `name`: the parameter that it was made of.
+    """
     if not ids:
-        raise ApiError(400, "the prompt has no tokens", param="prompt")
+        raise ApiError(400, "the prompt has no tokens", param=name)
     context = model.max_model_len
     if len(ids) + wanted > context:
         more = f" and {wanted} to generate" if wanted > 1 else ""
         raise ApiError(
             400,
             f"{len(ids)} prompt tokens{more} exceed the context of {context} tokens",
-            param="max_tokens" if len(ids) < context else "prompt",
+            param="max_tokens" if len(ids) < context else name,
             code="context_length_exceeded",
         )
     bad = next((i for i in ids if not 0 <= i < model.vocab_size), None)
     if bad is not None:
         shown = bad if abs(bad) < 1 << 63 else "a huge number"
-        raise ApiError(400, f"token id {shown} is outside the vocabulary, 0 to {model.vocab_size - 1}", param="prompt")
+        raise ApiError(400, f"token id {shown} is outside the vocabulary, 0 to {model.vocab_size - 1}", param=name)
 
 
-def read_options(body: Sampling, model: ServedModel, limits: ServerOptions, logprobs: int | None) -> SamplingParams:
-    """The options of a request: what it says, else what the model says, else the defaults. max_tokens is not final."""
+def read_options(
+    body: Sampling, model: ServedModel, limits: ServerOptions, logprobs: int | None, name: str = "logprobs"
+) -> SamplingParams:
+    """The options of a request: what it says, else what the model says, else the defaults. max_tokens is not final.
+
+    `name`: the parameter that says `logprobs`.
+    """
     given = {name: value for name in _OPTIONS if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
         given["logit_bias"] = _logit_bias(body.logit_bias)
@@ -125,22 +139,19 @@ def read_options(body: Sampling, model: ServedModel, limits: ServerOptions, logp
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if logprobs is not None:
         if not 0 <= logprobs <= limits.max_logprobs:
-            raise ApiError(
-                400, f"logprobs is {_shown(logprobs)}, it must be from 0 to {limits.max_logprobs}", param="logprobs"
-            )
+            raise ApiError(400, f"{name} is {_shown(logprobs)}, it must be from 0 to {limits.max_logprobs}", param=name)
         given["logprobs"] = logprobs
     try:
         return SamplingParams(**{**model.defaults, **given}).validate(model.vocab_size)
     except UsageError as error:
-        name = next((n for n in (*given, *model.defaults) if n in error.message), None)
-        raise usage_error(error, name) from None
+        wrong = next((n for n in (*given, *model.defaults) if n in error.message), None)
+        raise usage_error(error, wrong) from None
 
 
 def _logit_bias(values: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(key): value for key, value in values.items()}
-    except ValueError:
-        raise ApiError(400, "the keys of logit_bias must be token ids", param="logit_bias") from None
+    if not all(_TOKEN_ID.fullmatch(key) for key in values):
+        raise ApiError(400, "the keys of logit_bias must be token ids", param="logit_bias")
+    return {int(key): value for key, value in values.items()}
 
 
 def read_n(n: int | None, limits: ServerOptions) -> int:
@@ -156,6 +167,8 @@ def read_stop(stop: str | list[str] | None, model: ServedModel, limits: ServerOp
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if len(stops) > limits.max_stop:
         raise ApiError(400, f"{len(stops)} stop strings, the server takes {limits.max_stop}", param="stop")
+    if any(_SURROGATE.search(each) for each in stops):
+        raise ApiError(400, "a stop string has half a surrogate, which no text has", param="stop")
     if "" in stops:
         raise ApiError(400, "a stop string is empty", param="stop")
     if any(len(each) > MAX_STOP_CHARACTERS for each in stops):

@@ -28,13 +28,24 @@ async def schema_grammar(model: ServedModel, schema: dict[str, Any], param: str)
     return await asyncio.get_running_loop().run_in_executor(model.threads, _check, model, schema, param)
 
 
+def _dead_end(model: ServedModel, grammar: str) -> str:
+    """What is wrong with a grammar in which nothing but the end can come first: no JSON is that short."""
+    from llguidance import LLMatcher
+
+    mask = bytearray(LLMatcher(model.grammar_tokenizer, grammar).compute_bitmask())
+    for token_id in model.eos_ids:
+        if token_id < 8 * len(mask):
+            mask[token_id // 8] &= ~(1 << token_id % 8) & 0xFF
+    return "" if any(mask) else "nothing satisfies it"
+
+
 def _check(model: ServedModel, schema: dict[str, Any], param: str) -> str:
     from llguidance import LLMatcher
 
     grammar = ""
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        problem = LLMatcher.validate_grammar(grammar, model.grammar_tokenizer)
+        problem = LLMatcher.validate_grammar(grammar, model.grammar_tokenizer) or _dead_end(model, grammar)
     except UsageError as error:
         raise usage_error(error, param) from None
     except (ValueError, RecursionError) as error:

@@ -162,7 +162,7 @@ def test_paths_stay_below_the_root(server, root):
         assert "model root" in admin(server, "load", 400, path=path, model="x")["message"], path
     for path in ("escape", "leaky"):
         assert "leads out of the model root" in admin(server, "replace", 400, path=path)["message"]
-    for path in ("nowhere", "loop", "one/plan.json", "ONE", "~", "x" * 5000):
+    for path in ("nowhere", "loop", "one/plan.json", "ONE", "~", "x" * 5000, "\ud800"):
         assert "no folder" in admin(server, "load", 404, path=path)["message"], path
     assert "not a shard set" in admin(server, "load", 400, path="empty")["message"]
     assert rank_pids(server.folder) == before

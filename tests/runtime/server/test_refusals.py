@@ -13,6 +13,7 @@ from tests.runtime.server.conftest import MODEL
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 JSON = {"content-type": "application/json"}
+ENDLESS = {"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}
 TEXT = {"prompt": "x", "max_tokens": 2}
 
 
@@ -64,6 +65,7 @@ def refuse(answer, status: int, *words: str) -> dict:
         ({"stop": ["a"] * 17}, "stop", ["17", "16"]),
         ({"stop": "a" * 2000}, "stop", ["1024"]),
         ({"stop": [1]}, "stop", []),
+        ({"stop": "\ud800"}, "stop", ["surrogate"]),
         ({"logprobs": 21}, "logprobs", ["21", "20"]),
         ({"logprobs": -1}, "logprobs", []),
         ({"logprobs": True}, "logprobs", []),
@@ -72,6 +74,9 @@ def refuse(answer, status: int, *words: str) -> dict:
         ({"repetition_penalty": 0}, "repetition_penalty", []),
         ({"logit_bias": {"320": 1}}, "logit_bias", ["320"]),
         ({"logit_bias": {"a": 1}}, "logit_bias", ["ids"]),
+        ({"logit_bias": {"05": 1}}, "logit_bias", ["ids"]),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias", ["ids"]),
+        ({"logit_bias": {"\u0663": 1}}, "logit_bias", ["ids"]),
         ({"logit_bias": {"1": 101}}, "logit_bias", ["101"]),
         ({"stop_token_ids": [320]}, "stop_token_ids", ["320"]),
         ({"stream": "yes"}, "stream", ["boolean"]),
@@ -102,13 +107,16 @@ def test_completion_parameters(server, change, param, words):
         ({"messages": [{"role": "user", "content": 5}]}, ["content"]),
         ({"messages": [{"role": "user"}]}, ["messages.0.content is missing"]),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}, ["messages.1.content is missing"]),
+        ({"messages": [{"role": "assistant", "refusal": None}]}, ["messages.0.content is missing"]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, ["string as 'text'"]),
         ({"messages": [{"role": "system", "content": None}]}, ["messages.0.content is missing"]),
         ({"max_tokens": 0}, ["max_tokens", "1 or more"]),
         ({"max_tokens": None, "max_completion_tokens": -2}, ["max_completion_tokens"]),
         ({"max_completion_tokens": 7}, ["differ"]),
         ({"logprobs": 5}, ["logprobs"]),
         ({"top_logprobs": 3}, ["logprobs: true"]),
-        ({"logprobs": True, "top_logprobs": 21}, ["20"]),
+        ({"logprobs": True, "top_logprobs": 21}, ["top_logprobs is 21", "20"]),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ENDLESS}}}, ["satisfies"]),
         ({"modalities": ["audio"]}, ["unknown parameter 'modalities'"]),
         ({"chat_template_kwargs": {"messages": []}}, ["messages"]),
         ({"prompt": "x"}, ["unknown parameter 'prompt'"]),
