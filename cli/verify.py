@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mgtp.cli")
 
+_SHOWN = 20  # faults on the terminal
+
 
 @app.command()
 def verify(
@@ -64,9 +66,11 @@ def verify(
         raise
     if as_json:
         print_json(_document(folder.plan, rank, against, faults, begin))
-    for fault in faults:
+    for fault in faults[:_SHOWN]:
         log.error("%s", fault)
     if faults:
+        if len(faults) > _SHOWN:
+            log.error("and %d more: --json has all", len(faults) - _SHOWN)
         raise _failure(directory, faults, compared)
     if not as_json:
         print(_summary(folder, rank, against))

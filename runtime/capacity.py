@@ -9,6 +9,7 @@ from ..shardplan.config import ModelConfig
 from ..shardplan.errors import DeviceError
 from ..shardplan.fit import CacheNeeds, cache_needs
 from ..shardplan.partition import Axis
+from ..shardplan.values import counted
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def plan_blocks(
     if states > max(budget, 0):
         sequences = max(0, budget) // needs.state - 1
         raise DeviceError(
-            f"rank {rank}: the recurrent states of {demand.max_num_seqs} sequences need {states} bytes, "
+            f"rank {rank}: the recurrent states of {counted(demand.max_num_seqs, 'sequence')} need {states} bytes, "
             f"there are {max(budget, 0)}",
             f"lower --max-num-seqs to {sequences}, or use more ranks" if sequences > 0 else "use more ranks",
         )
@@ -53,7 +54,7 @@ def plan_blocks(
         longest = longest_context(model, axes, rank, demand, budget, itemsize)
         fits = f"lower --max-model-len to {longest}" if longest else "lower --max-num-seqs or --block-size"
         raise DeviceError(
-            f"rank {rank}: one sequence of {demand.max_model_len} tokens needs {floor} bytes of KV cache"
+            f"rank {rank}: one sequence of {counted(demand.max_model_len, 'token')} needs {floor} bytes of KV cache"
             f"{f' beside {states} of recurrent states' if states else ''}, there are {max(budget, 0)}",
             f"{fits}, give {floor + states} bytes or more with --kv-cache-memory, or use more ranks",
         )

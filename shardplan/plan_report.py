@@ -153,7 +153,7 @@ def report_fit(
         )
     if max_model_len is not None and max_model_len > model.max_position:
         raise UsageError(
-            f"--max-model-len {max_model_len} is more than the model's {model.max_position} positions",
+            f"--max-model-len {max_model_len} is more than the model's {counted(model.max_position, 'position')}",
             f"use {model.max_position} or less",
         )
     every = list(device_bytes) * (num_ranks if len(device_bytes) == 1 else 1)
@@ -194,7 +194,7 @@ def check_fits(label: str, tp_size: int, dtype: str, report: FitReport) -> None:
     if report.fits:
         return
     tight = min(report.ranks, key=lambda r: (r.longest_context, r.max_sequences, r.cache_bytes))
-    what = f"a sequence of {report.max_model_len} tokens" if tight.longest_context else "any sequence"
+    what = f"a sequence of {counted(report.max_model_len, 'token')}" if tight.longest_context else "any sequence"
     message = (
         f"{label} in {dtype} does not fit at tp size {tp_size}: of {tight.device_bytes} bytes rank {tight.rank} needs "
         f"{tight.weight_bytes} for weights, {tight.workspace_bytes} as workspace and {tight.set_aside_bytes} set aside, "

@@ -46,7 +46,7 @@ def match(source: Source) -> Blueprint:
     notes = list(source.notes)
     ignored = len(source.tensors) - len(names)
     if ignored:
-        notes.append(f"skipped {ignored} tensors that play no part in text generation")
+        notes.append(f"skipped {counted(ignored, 'tensor')} of no part in text generation")
     # A head beside tied embeddings is looked at last: its values only matter when every shape is right.
     stored = replace(model, tie_word_embeddings=model.tie_word_embeddings and HEAD not in names)
     # A config may call for billions of tensors: no more are made than are needed to say that they are missing.

@@ -6,6 +6,7 @@ import math
 import re
 
 from .errors import UsageError
+from .values import counted
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTPE]?)(i?)B?", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
@@ -21,7 +22,9 @@ def parse_shares(text: str, tp_size: int) -> list[int]:
             f"--shares {text!r} is not a list of whole numbers from 1 to {_LARGEST_SHARE}", "give shares such as 2,1,1"
         )
     if len(parts) != tp_size:
-        raise UsageError(f"--shares {text} has {len(parts)} entries, --tp-size is {tp_size}", "give one share a rank")
+        raise UsageError(
+            f"--shares {text} has {counted(len(parts), 'entry')}, --tp-size is {tp_size}", "give one share a rank"
+        )
     return lowest_terms([int(p) for p in parts])
 
 

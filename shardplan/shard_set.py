@@ -20,7 +20,7 @@ from .plan import PLAN_FILE, RankPlan, ShardPlan, decode_plan, effective_model
 from .plan_check import check_against_model, check_fields
 from .sources.files import open_regular, parse_json_object, read_bytes, read_small_file
 from .sources.small_files import CONFIG_FILE, SMALL_FILES
-from .values import shown
+from .values import counted, shown
 
 _PLAN_LIMIT = 1 << 30
 _COPY_AGAIN = "copy the file again from where the set was written, or shard the checkpoint again"
@@ -115,7 +115,7 @@ class ShardSet(PlanFolder):
         wanted = [plan.ranks[r] for r in (range(plan.tp_size) if ranks is None else ranks)]
         missing = folder.missing([*plan.files, *(rank.file for rank in wanted)])
         if len(missing) > 1:
-            raise CheckpointError(f"{path}: {len(missing)} files are missing: {', '.join(missing)}", _COPY_AGAIN)
+            raise CheckpointError(f"{path}: {counted(len(missing), 'missing file')}: {', '.join(missing)}", _COPY_AGAIN)
         files = {name: folder.read_file(name) for name in plan.files}
         for name in folder.foreign_files():
             raise CheckpointError(

@@ -23,8 +23,15 @@ def escaped(text: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """'1 tensor', '2 tensors'."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """'1 tensor', '2 tensors', '2 entries'."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("try") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
+def json_kind(value: Any) -> str:
+    """What JSON calls a value that was read from it."""
+    kinds = {type(None): "null", bool: "boolean", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "number")
 
 
 def is_finite_number(value: Any) -> bool:

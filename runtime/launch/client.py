@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...shardplan.errors import MgtpError, UsageError
+from ...shardplan.values import counted
 from ..messages import Abort, Request, RequestFailed, TokenLogprobs, Tokens
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
@@ -49,7 +50,8 @@ def check_prompt(ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_
         raise UsageError(f"prompt token id {bad} is outside the vocabulary", f"valid: 0 to {vocab_size - 1}")
     if len(ids) + max_tokens > max_model_len:
         raise UsageError(
-            f"prompt of {len(ids)} tokens and --max-tokens {max_tokens} exceed the context of {max_model_len} tokens",
+            f"prompt of {counted(len(ids), 'token')} and --max-tokens {max_tokens} exceed the context of "
+            f"{counted(max_model_len, 'token')}",
             f"shorten the prompt, or use --max-tokens {max_model_len - len(ids)} or less"
             if len(ids) < max_model_len
             else "shorten the prompt",

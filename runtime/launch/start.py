@@ -11,6 +11,7 @@ from ...shardplan.dtypes import itemsize
 from ...shardplan.errors import UsageError
 from ...shardplan.fit import check_cp_size
 from ...shardplan.shard_set import ShardSet
+from ...shardplan.values import counted
 from ..cache_layout import DEFAULT_BLOCK_SIZE
 from ..capacity import CacheDemand, plan_blocks
 from ..collectives.request import check_placement, parse_collective
@@ -133,7 +134,7 @@ def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
     model, plan, length = shard_set.model, shard_set.plan, options.max_model_len
     if length is not None and length > model.max_position:
         raise UsageError(
-            f"--max-model-len {length} is longer than the model's own {model.max_position} tokens",
+            f"--max-model-len {length} is longer than the model's own {counted(model.max_position, 'token')}",
             f"use --max-model-len {model.max_position} or less, or leave it out",
         )
     if options.block_size not in BLOCK_SIZES:

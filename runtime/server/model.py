@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...shardplan.errors import UsageError
 from ...shardplan.shard_set import ShardSet
+from ...shardplan.values import counted
 from ..generation_defaults import checked_defaults
 from ..grammar_tokenizer import load_tokenizer
 from ..messages import Ready
@@ -93,7 +94,8 @@ class ServedModel:
         if least > self.max_model_len:
             raise ApiError(
                 400,
-                f"{len(text)} characters are at least {least} tokens and exceed the context of {self.max_model_len} tokens",
+                f"{len(text)} characters are at least {least} tokens and exceed the context of "
+                f"{counted(self.max_model_len, 'token')}",
                 param=param,
                 code="context_length_exceeded",
             )

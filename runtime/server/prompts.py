@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from ...shardplan.errors import UsageError
+from ...shardplan.values import counted
 from ..messages import Request
 from ..sampling_params import SamplingParams
 from .errors import ApiError, usage_error
@@ -115,7 +116,7 @@ def check_prompt(ids: list[int], wanted: int, model: ServedModel, name: str = "p
         more = f" and {wanted} to generate" if wanted > 1 else ""
         raise ApiError(
             400,
-            f"{len(ids)} prompt tokens{more} exceed the context of {context} tokens",
+            f"{counted(len(ids), 'prompt token')}{more} exceed the context of {counted(context, 'token')}",
             param="max_tokens" if len(ids) < context else name,
             code="context_length_exceeded",
         )

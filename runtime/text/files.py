@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...shardplan.errors import CheckpointError
+from ...shardplan.values import json_kind
 
 
 def read_text(path: Path) -> str | None:
@@ -30,7 +31,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {one_line(error)}", "copy the file again") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object", "copy the file again")
+        raise CheckpointError(f"{path}: holds a JSON {json_kind(value)}, not an object", "copy the file again")
     return value
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..dtypes import COMMON_NAME, ITEMSIZE, numpy_dtype
 from ..errors import CheckpointError
-from ..values import shown
+from ..values import counted, json_kind, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +117,7 @@ def parse_json_object(content: bytes, where: str, *, unique: bool = False) -> di
         reason, hint = wrong_content(content) or (f"not valid JSON: {error}", DOWNLOAD_AGAIN)
         raise CheckpointError(f"{where}: {reason}", hint) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: holds a JSON {type(value).__name__}, not an object", DOWNLOAD_AGAIN)
+        raise CheckpointError(f"{where}: holds a JSON {json_kind(value)}, not an object", DOWNLOAD_AGAIN)
     return value
 
 
@@ -165,7 +165,7 @@ def _read_into(fd: int, path: Path, offset: int, target: memoryview) -> None:
         with _reading(path):
             count = os.preadv(fd, [target[done : done + _READ_LIMIT]], offset + done)
         if not count:
-            raise CheckpointError(f"{path}: ends {len(target) - done} bytes too early", DOWNLOAD_AGAIN)
+            raise CheckpointError(f"{path}: ends {counted(len(target) - done, 'byte')} too early", DOWNLOAD_AGAIN)
         done += count
 
 

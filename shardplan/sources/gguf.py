@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from ..values import shown
+from ..values import counted, shown
 from .base import TensorInfo
 from .files import FileStamp, identity_of, open_regular
 from .gguf_config import Shape, architecture, build_config, read_shape, unused_keys
@@ -78,7 +78,8 @@ def open_gguf(path: Path, label: str) -> GgufSource:
     config = build_config(metadata, name, shape, weights, factors)
     vocab, notes = read_vocab(metadata)
     if len(vocab.tokens) > config["vocab_size"]:
-        raise metadata.error(f"{len(vocab.tokens)} tokens, but only {config['vocab_size']} rows in 'token_embd.weight'")
+        tokens, rows = counted(len(vocab.tokens), "token"), counted(config["vocab_size"], "row")
+        raise metadata.error(f"{tokens}, but only {rows} in 'token_embd.weight'")
     # Null where the file has none: readers of a config fall back to their class's ids when the key is absent.
     config |= {f"{role}_token_id": vocab.special.get(role) for role in ("bos", "eos", "pad")}
     files = _small_files(metadata, config, vocab, notes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..values import shown
+from ..values import counted, shown
 from .gguf_metadata import Metadata
 from .gguf_tensors import ARCHS, ROPE_FACTORS, Arch, Weight
 
@@ -80,7 +80,7 @@ def read_shape(metadata: Metadata, arch: str, num_tensors: int) -> Shape:
             raise metadata.error(f"{arch}.{key} is {value}, but heads are {head_dim} wide, which is not supported")
     num_layers = metadata.positive(f"{arch}.block_count")
     if num_layers > num_tensors:
-        raise metadata.error(f"{arch}.block_count is {num_layers}, but the file holds {num_tensors} tensors")
+        raise metadata.error(f"{arch}.block_count is {num_layers}, but the file holds {counted(num_tensors, 'tensor')}")
     return Shape(
         num_layers,
         heads,
@@ -271,7 +271,7 @@ def _gemma3_windowed(metadata: Metadata, num_layers: int) -> list[bool]:
     if metadata.is_array(key):
         pattern = metadata.numbers(key)
         if len(pattern) != num_layers:
-            raise metadata.error(f"{key} has {len(pattern)} entries for {num_layers} layers")
+            raise metadata.error(f"{key} has {counted(len(pattern), 'entry')} for {counted(num_layers, 'layer')}")
         return [bool(value) for value in pattern]
     period = metadata.positive(key, _GEMMA3_PERIOD)
     return [(i + 1) % period != 0 for i in range(num_layers)]

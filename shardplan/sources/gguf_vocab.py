@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from gguf.constants import TokenType
 
-from ..values import shown
+from ..values import counted, shown
 from .gguf_metadata import Metadata
 
 _MAX_TOKEN_LENGTH = 1024
@@ -159,7 +159,7 @@ def _read_per_token(metadata: Metadata, name: str, count: int) -> np.ndarray | N
         return None
     values = metadata.numbers(key)
     if len(values) != count:
-        raise metadata.error(f"metadata {key!r} has {len(values)} entries for {count} tokens")
+        raise metadata.error(f"metadata {key!r} has {counted(len(values), 'entry')} for {counted(count, 'token')}")
     return values
 
 
@@ -182,7 +182,7 @@ def _read_special(metadata: Metadata, types: np.ndarray, defaults: dict[str, int
         if key in metadata:
             special[role] = metadata.integer(key)
             if special[role] >= len(types):
-                raise metadata.error(f"metadata {key!r} is {special[role]}, but there are {len(types)} tokens")
+                raise metadata.error(f"metadata {key!r} is {special[role]}, beyond the {counted(len(types), 'token')}")
     for i in special.values():
         if types[i] in (0, TokenType.USER_DEFINED):
             types[i] = TokenType.CONTROL

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..dtypes import ITEMSIZE, PACKED_BITS
 from ..errors import CheckpointError
-from ..values import shown
+from ..values import counted, shown
 from .files import DOWNLOAD_AGAIN, FileStamp, open_regular, parse_json_object, read_bytes, wrong_content
 
 HEADER_LIMIT = 100_000_000
@@ -69,7 +69,7 @@ def check_header(values: dict[str, Any], where: str) -> tuple[dict[str, HeaderTe
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if tensor.begin != end:
-            fault = "overlaps" if tensor.begin < end else f"leaves {tensor.begin - end} bytes unused after"
+            fault = "overlaps" if tensor.begin < end else f"leaves {counted(tensor.begin - end, 'byte')} unused after"
             raise CheckpointError(
                 f"{where}: tensor {shown(name)} {fault} {shown(before) if before else 'the header'}", DOWNLOAD_AGAIN
             )
@@ -83,7 +83,7 @@ def _header_bytes(fd: int, path: Path, size: int) -> bytes:
     length = int.from_bytes(head[:8], "little")
     known = wrong_content(head)
     if known or size < 8:
-        reason, hint = known or (f"{size} bytes are too short for a safetensors file", DOWNLOAD_AGAIN)
+        reason, hint = known or (f"{counted(size, 'byte')}, too short for a safetensors file", DOWNLOAD_AGAIN)
         raise CheckpointError(f"{path}: {reason}", hint)
     if length > HEADER_LIMIT:
         raise CheckpointError(
@@ -92,7 +92,7 @@ def _header_bytes(fd: int, path: Path, size: int) -> bytes:
         )
     if 8 + length > size:
         raise CheckpointError(
-            f"{path}: {8 + length - size} bytes of the header are missing (the file has {size})", DOWNLOAD_AGAIN
+            f"{path}: {counted(8 + length - size, 'byte')} of the header missing (the file has {size})", DOWNLOAD_AGAIN
         )
     content = read_bytes(fd, path, 8, length)
     if not content.startswith(b"{"):
@@ -127,11 +127,11 @@ def _are_sizes(values: Any) -> bool:
 def _check_size(path: Path, size: int, wanted: int) -> None:
     if size < wanted:
         raise CheckpointError(
-            f"{path}: {wanted - size} bytes are missing (the file has {size}, its header calls for {wanted})",
+            f"{path}: {counted(wanted - size, 'byte')} missing (the file has {size}, its header calls for {wanted})",
             DOWNLOAD_AGAIN,
         )
     if size > wanted:
         raise CheckpointError(
-            f"{path}: {size - wanted} bytes too many (the file has {size}, its header calls for {wanted})",
+            f"{path}: {counted(size - wanted, 'byte')} too many (the file has {size}, its header calls for {wanted})",
             DOWNLOAD_AGAIN,
         )

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CheckpointError
-from ..values import shown
+from ..values import counted, shown
 from .files import DOWNLOAD_AGAIN, wrong_content
 
 _LISTED = 8  # tokens that a note names
@@ -53,7 +53,7 @@ def check_tokenizer(content: bytes, vocab_size: object, where: str) -> list[str]
     past = sorted(i for i in ordinary - special if not 0 <= i < vocab_size)
     if past:
         raise CheckpointError(
-            f"{where}: {len(past)} ordinary tokens lie outside the model's {vocab_size} embedding rows"
+            f"{where}: {counted(len(past), 'ordinary token')} outside the model's {counted(vocab_size, 'embedding row')}"
             f" (ids {past[0]} to {past[-1]})",
             "take tokenizer and weights from the same model",
         )
@@ -61,4 +61,5 @@ def check_tokenizer(content: bytes, vocab_size: object, where: str) -> list[str]
     if not beyond:
         return []
     listed = ", ".join(map(shown, beyond[:_LISTED])) + (", ..." if len(beyond) > _LISTED else "")
-    return [f"{len(beyond)} special tokens past the {vocab_size} embedding rows cannot be used: {listed}"]
+    count, rows = counted(len(beyond), "special token"), counted(vocab_size, "embedding row")
+    return [f"{count} past the {rows} cannot be used: {listed}"]

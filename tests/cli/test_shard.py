@@ -314,6 +314,9 @@ def test_verify_against_another_model(tmp_path: Path, written: Path) -> None:
     run = mgtp(tmp_path, "verify", str(written), "--against", str(other), code=3)
     failed(run, f"{written} is not {other} cut up: ", "differences, the first: ", "not the checkpoint's values")
     assert "compare with the checkpoint that it was made from" in run.err
+    faults = json.loads(mgtp(tmp_path, "verify", str(written), "--against", str(other), "--json", code=3).out)["faults"]
+    assert f"and {len(faults) - 20} more: --json has all" in run.err
+    assert sum("not the checkpoint's values" in line for line in run.err.splitlines()) == 20 + 1 < len(faults)
 
 
 @pytest.fixture
@@ -332,7 +335,7 @@ def test_verify_names_every_missing_file(tmp_path: Path, with_tokenizer: Path) -
     failed(run, "3 faults, the first: config.json: no such file")
     for name in ("config.json", "tokenizer.json", "rank-1-of-2.safetensors"):
         assert f"{name}: no such file\n" in run.err
-    failed(mgtp(tmp_path, "generate", str(written), "--prompt", "x", code=3), "3 files are missing: config.json")
+    failed(mgtp(tmp_path, "generate", str(written), "--prompt", "x", code=3), "3 missing files: config.json")
 
 
 def test_verify_one_rank_alone(tmp_path: Path, with_tokenizer: Path) -> None:

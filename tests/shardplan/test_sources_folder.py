@@ -97,6 +97,13 @@ def test_an_oversized_or_foreign_small_file_is_refused(tmp_path: Path) -> None:
     assert "not UTF-8" in refusal(folder).message
 
 
+@pytest.mark.parametrize(("content", "kind"), [("null", "null"), ("[]", "array"), ("1.5", "number")])
+def test_json_that_is_no_object_is_called_by_its_json_name(tmp_path: Path, content: str, kind: str) -> None:
+    folder = write_llama(tmp_path / "m")
+    (folder / "config.json").write_text(content)
+    assert f"holds a JSON {kind}, not an object" in refusal(folder).message
+
+
 # --- names and shapes against the config
 
 

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from mgtp.shardplan.errors import CheckpointError
 from mgtp.shardplan.sources.headers import HEADER_LIMIT, read_header
+from mgtp.shardplan.values import counted
 
 TENSORS = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
@@ -133,11 +134,14 @@ def test_every_short_or_long_file_is_refused_with_the_difference(tmp_path: Path)
     size = path.stat().st_size
     for cut in range(1, size - 8):
         os.truncate(path, size - cut)
-        missing = f"{cut} bytes are missing" if cut <= 24 else f"{cut - 24} bytes of the header are missing"
+        lost = counted(cut if cut <= 24 else cut - 24, "byte")
+        missing = f"{lost} missing" if cut <= 24 else f"{lost} of the header missing"
         assert missing in refusal(path)
         write(path, TENSORS)
     path.write_bytes(path.read_bytes() + b"\0\0")
     assert "2 bytes too many" in refusal(path)
+    os.truncate(path, path.stat().st_size - 1)
+    assert "1 byte too many" in refusal(path)
 
 
 def test_a_huge_header_length_allocates_nothing(tmp_path: Path) -> None:

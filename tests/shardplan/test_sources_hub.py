@@ -269,7 +269,7 @@ def test_a_truncated_file_on_the_hub(hub: HubStandIn, open_model: Open, tmp_path
     os.truncate(folder / "model.safetensors", 10_000)
     hub.add("org/name", folder)
     assert "has 10000 bytes on the hub" in open_model("org/name", headers_only=True)["error"]
-    assert "bytes are missing" in open_model("org/name")["error"]
+    assert "bytes missing" in open_model("org/name")["error"]
 
 
 def test_a_cache_that_cannot_be_written_to(hub: HubStandIn, open_model: Open, model: Path, tmp_path: Path) -> None:

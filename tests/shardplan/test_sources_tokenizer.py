@@ -35,7 +35,7 @@ def test_a_senseless_vocab_size_is_left_to_the_config(vocab_size: object) -> Non
 
 
 def test_ordinary_ids_past_the_embedding_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"1 ordinary tokens lie outside the model's 2 embedding rows"):
+    with pytest.raises(CheckpointError, match=r"1 ordinary token outside the model's 2 embedding rows"):
         check(2)
     with pytest.raises(CheckpointError, match=r"ids 2 to 2"):
         check(2, model={"type": "Unigram", "vocab": [["a", 0], ["b", 0], ["c", 0]]})
@@ -48,7 +48,7 @@ def test_ordinary_ids_past_the_embedding_are_refused() -> None:
 
 
 def test_special_tokens_past_the_embedding_make_a_note() -> None:
-    assert check(3, [token(3, "<pad>")]) == ["1 special tokens past the 3 embedding rows cannot be used: '<pad>'"]
+    assert check(3, [token(3, "<pad>")]) == ["1 special token past the 3 embedding rows cannot be used: '<pad>'"]
     # a special token may stand in the vocabulary too
     assert len(check(2, [token(2)])) == 1
     (note,) = check(3, [token(3 + i, f"<{i:02}>") for i in range(20)])
