@@ -217,6 +217,25 @@ def test_a_batch_while_the_reader_of_stderr_has_stopped(fault, run_folder, shard
     assert len((run_folder / "out.jsonl").read_text().splitlines()) == (fault == "none")
 
 
+def test_a_terminal_that_was_stopped(run_folder, shard_set):
+    """With Ctrl-S, while the line of the stages is live: the ranks start all the same, and the loss of one ends it."""
+    terminal, theirs = os.openpty()
+    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "30000"]
+    env = environment(run_folder, TERM="xterm")
+    run = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    try:
+        wait_for_ranks(run_folder, 2)
+        os.write(terminal, b"\x13")
+        wait_for(lambda: _stage_of_rank_1(run_folder) == RUNNING or None, 60)
+        os.kill(rank_pid(run_folder, 1), signal.SIGKILL)
+        assert run.wait(END_SECONDS) == 5
+    finally:
+        run.kill()
+        os.close(theirs)
+        os.close(terminal)
+    assert_nothing_left(run_folder)
+
+
 def _wait_until_nothing_comes(fd: int) -> None:
     before = -1
     while (now := _num_bytes(fd)) != before:
