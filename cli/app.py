@@ -118,8 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         _abandon(sys.stdout)  # the reader of stdout has gone: nothing is left to say
         return 1
     except OSError as error:
-        _abandon(sys.stdout)  # it may be the one that is full
-        name = f"{error.filename}: " if error.filename else ""
+        name = f"{error.filename}: " if error.filename else "standard output: " if _is_full(sys.stdout) else ""
+        _abandon(sys.stdout)
         return fail(f"{name}{error.strerror or error}", "check the disk and the permissions, or --debug", 1, debug)
     except Exception as error:  # a fault of ours: still one line
         return fail(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report it", 1, debug)
@@ -139,6 +139,16 @@ def _abandon(stream: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (AttributeError, OSError, ValueError):
         pass  # closed, or no file
+
+
+def _is_full(stream: Any) -> bool:
+    """Whether stdout holds something that its file does not take. A pipe is not asked: it might never answer."""
+    try:
+        if stream.seekable():
+            stream.flush()
+    except (AttributeError, OSError, ValueError):
+        return True
+    return False
 
 
 def _usage_message(error: Any, arguments: list[str]) -> str:

@@ -145,6 +145,7 @@ def watched_stdout(watch: Callable[[], None]) -> Iterator[Callable[[str | bytes]
         while not writer.wait(LOOK_SECONDS):
             watch()
         if writer.error is not None:
+            writer.error.filename = "standard output"  # for whoever reports it
             raise writer.error
 
     try:

@@ -167,6 +167,7 @@ def _verify(shard_set: ShardSet) -> None:
 def _find_set(
     model: str, tp_size: int | None, dtype: str | None, revision: str | None, check: Callable[[Source], None]
 ) -> ShardSet:
+    from ..shardplan.dtypes import safetensors_name
     from ..shardplan.in_use import hold
     from ..shardplan.shard_set import ShardSet
 
@@ -178,6 +179,7 @@ def _find_set(
     shard_set = ShardSet.open(path, tp_size=tp_size)
     stored = shard_set.plan.dtype
     if dtype not in (None, "auto", stored):
+        safetensors_name(dtype)
         raise UsageError(
             f"--dtype {dtype}: {model} holds {stored} weights",
             f"shard the checkpoint again: mgtp shard MODEL --tp-size {shard_set.plan.tp_size} --dtype {dtype}",

@@ -64,6 +64,7 @@ def cached_set(
     """
     plan = make_plan(source, tp_size, dtype)
     path = cache_folder() / _entry_name(source, plan)
+    _make(path.parent)
     while True:
         held = hold(path)
         if held is not None and (path / PLAN_FILE).exists():
@@ -73,7 +74,6 @@ def cached_set(
                 raise CheckpointError(f"cached {error.message}", f"remove it: rm -r {path}") from None
             _note_use(path, source.label)
             return replace(shard_set, in_use=held)
-        path.parent.mkdir(parents=True, exist_ok=True)
         on_write(path, plan)
         _note_use(path, source.label)
         try:
@@ -121,6 +121,16 @@ def _entry_name(source: Source, plan: ShardPlan) -> str:
         [source.fingerprint or source.identity(), plan.shares, plan.dtype, plan.tool.version, FORMAT_VERSION]
     )
     return f"{label}-tp{plan.tp_size}-{plan.dtype}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = "MGTP_CACHE" if os.environ.get("MGTP_CACHE") else "the cache folder"
+        raise MgtpError(
+            f"{what} {folder} cannot be made: {error.strerror}", "set MGTP_CACHE to a folder that you can write to"
+        ) from None
 
 
 def _note_use(path: Path, label: str) -> None:

@@ -20,7 +20,7 @@ from threading import Event
 
 from .errors import MgtpError, UsageError
 from .hashing import fingerprint, hash_bytes
-from .journal import Journal, run_key
+from .journal import Journal, journal_key, run_key
 from .layout import header_bytes
 from .output_folder import check_paths, claim, clear, sync_folder, write_file
 from .pipeline import write_tensors
@@ -28,6 +28,7 @@ from .plan import PLAN_FILE, FilePlan, ShardPlan, decode_plan, encode_plan
 from .rank_file import RankFile
 from .slicing import ValuesError, source_bytes
 from .sources.base import Source
+from .sources.files import is_gguf
 from .values import counted
 from .workers import WorkerPool, usable_cores
 
@@ -49,7 +50,7 @@ _FAULTS = {
 def default_folder(model: str, tp_size: int) -> Path:
     """Where a model goes when nothing else was said: <name>-tp<N> in the current folder."""
     name = Path(os.path.expanduser(model)).resolve().name
-    name = re.sub(r"-tp\d+$", "", name.removesuffix(".gguf"))
+    name = re.sub(r"-tp\d+$", "", name[: -len(".gguf")] if is_gguf(name) else name)
     return Path(f"{name or 'model'}-tp{tp_size}")
 
 
@@ -90,7 +91,7 @@ def write_shards(
         _remove_if_empty(out)
         raise
     except OSError as error:
-        raise _write_failure(error, out) from error
+        raise _write_failure(error, out, begun=journal_key(out) == key) from error
     sync_folder(out)
     return plan
 
@@ -157,11 +158,11 @@ def _names(plan: ShardPlan) -> list[str]:
     return [t.name for t in plan.ranks[0].tensors if t.source is not None]
 
 
-def _write_failure(error: OSError, out: Path) -> MgtpError:
-    """One line for what the system says about the output folder."""
+def _write_failure(error: OSError, out: Path, *, begun: bool) -> MgtpError:
+    """One line for what the system says about the output folder; what has `begun` can be continued."""
     where = error.filename if isinstance(error.filename, str) else str(out)
     hint = _FAULTS.get(error.errno or 0, "check the disk")
-    again = ", then run the same command: it continues where it stopped" if out.exists() else ""
+    again = ", then run the same command: it continues where it stopped" if begun else ""
     return MgtpError(f"{where}: cannot be written: {(error.strerror or str(error)).lower()}", hint + again)
 
 

@@ -223,4 +223,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library's panics are no Exception
-        raise CheckpointError(f"{path}: not a tokenizer: {one_line(error)}", "copy the file again") from None
+        raise CheckpointError(
+            f"{path}: tokenizers {tokenizers.__version__} cannot read it: {one_line(error)}",
+            "shard with a tokenizer.json that it reads, or install a newer tokenizers",
+        ) from None

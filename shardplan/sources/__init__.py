@@ -10,6 +10,7 @@ from ..errors import CheckpointError, UsageError
 from ..plan import PLAN_FILE
 from ..values import shown
 from .base import Source
+from .files import is_gguf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -39,7 +40,7 @@ def open_source(model: str, *, revision: str | None = None, headers_only: bool =
 
 def _is_hub_id(model: str) -> bool:
     """Whether a name that does not exist on disk is a hub id and not a mistyped path."""
-    path_like = model.startswith((".", "/", "~")) or model.endswith((".gguf", ".safetensors", ".json"))
+    path_like = model.startswith((".", "/", "~")) or is_gguf(model) or model.endswith((".safetensors", ".json"))
     return not path_like and _HUB_ID.fullmatch(model) is not None
 
 
@@ -52,7 +53,7 @@ def _open_folder(path: Path, label: str) -> Source:
         from .shard_set import open_shard_set
 
         return open_shard_set(path, label)
-    found = [name for name in names if name.endswith(".gguf")]
+    found = [name for name in names if is_gguf(name)]
     if not found or CONFIG_FILE in names:
         return open_folder(path, label)
     if len(found) > 1:
@@ -70,7 +71,7 @@ def _open_file(path: Path, label: str) -> Source:
 
         what = file_kind(path.stat().st_mode)
         raise CheckpointError(f"{path}: {what}, not a folder and not a .gguf file", "pass a checkpoint folder")
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from .gguf import open_gguf
 
         return open_gguf(path, label)

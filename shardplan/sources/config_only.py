@@ -11,7 +11,7 @@ from ..dtypes import safetensors_name
 from ..errors import CheckpointError
 from ..families import model_tensors, parse_config
 from .base import TensorInfo
-from .files import parse_json_object
+from .files import is_gguf, parse_json_object
 from .small_files import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class ConfigSource:
 def open_config(path: Path, dtype: str = "auto") -> ConfigSource:
     """The model of a config.json, or of the one in a folder; `dtype` auto: the one it names, else bfloat16."""
     path = path / CONFIG_FILE if path.is_dir() else path
+    if is_gguf(path):
+        raise CheckpointError(f"{path}: a GGUF file, not a config.json", "leave --dummy-weights out to use its weights")
     try:
         config = parse_json_object(path.read_bytes(), str(path))
     except OSError as error:

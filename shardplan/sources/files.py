@@ -55,6 +55,11 @@ def open_regular(path: Path) -> Iterator[tuple[int, FileStamp]]:
         os.close(fd)
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether a file calls itself a GGUF file."""
+    return str(path).lower().endswith(".gguf")
+
+
 def file_kind(mode: int) -> str:
     """What something that is not a regular file is."""
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}

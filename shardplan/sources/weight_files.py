@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ..errors import CheckpointError
 from ..values import counted, shown
-from .files import DOWNLOAD_AGAIN, parse_json_object
+from .files import DOWNLOAD_AGAIN, is_gguf, parse_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -123,7 +123,7 @@ def _stays_inside(file: str) -> bool:
 
 
 def _no_safetensors(names: Collection[str], where: str) -> CheckpointError:
-    if any(name.endswith(".gguf") for name in names):
+    if any(map(is_gguf, names)):
         return CheckpointError(f"{where}: holds GGUF files only", "pass one .gguf file itself as MODEL")
     if any(name.endswith(_PICKLED) for name in names):
         return CheckpointError(

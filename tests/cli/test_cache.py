@@ -10,7 +10,7 @@ import pytest
 
 from mgtp.cli.app import main
 from mgtp.shardplan import cache
-from mgtp.shardplan.errors import CheckpointError, UsageError
+from mgtp.shardplan.errors import CheckpointError, MgtpError, UsageError
 from mgtp.shardplan.sources import open_source
 from tests.tiny import write_llama
 
@@ -174,3 +174,10 @@ def test_a_checkpoint_needs_a_tp_size(folder, tiny_checkpoint):
     with pytest.raises(UsageError, match="is a checkpoint"):
         open_set(str(tiny_checkpoint("base")), None)
     assert open_set(str(tiny_checkpoint("base")), 2).plan.tp_size == 2
+
+
+def test_a_cache_that_cannot_be_made_names_its_setting(tmp_path, monkeypatch, tiny_checkpoint):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MGTP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(MgtpError, match=r"MGTP_CACHE .*/file/cache"):
+        writes(open_source(str(tiny_checkpoint("base"))))

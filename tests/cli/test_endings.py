@@ -289,12 +289,13 @@ def test_full_disks(run_folder, shard_set):
     command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "5"]
     with open("/dev/full", "w") as full:
         for out, err in ((subprocess.PIPE, full), (full, subprocess.PIPE)):
-            run = subprocess.run(command, env=environment(run_folder), stdout=out, stderr=err, text=True, timeout=120)
+            buffered = {**environment(run_folder), "PYTHONUNBUFFERED": ""}
+            run = subprocess.run(command, env=buffered, stdout=out, stderr=err, text=True, timeout=120)
             if out is subprocess.PIPE:
                 assert run.returncode == 0 and run.stdout
             else:
                 assert run.returncode == 1
-                assert run.stderr.splitlines()[-2] == "error: No space left on device"
+                assert run.stderr.splitlines()[-2] == "error: standard output: No space left on device"
     assert_nothing_left(run_folder)
 
 

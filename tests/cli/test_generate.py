@@ -129,6 +129,7 @@ def test_ranks_map_their_own_file_and_no_other(tmp_path, sharded, tiny_checkpoin
     [
         (("--prompt", "x", "--tp-size", "4"), 2, "tp"),
         (("--prompt", "x", "--dtype", "bfloat16"), 2, "float32 weights"),
+        (("--prompt", "x", "--dtype", "foo"), 2, "dtype 'foo' is not supported"),
         (("--prompt", "x", "--device", "tpu"), 2, "--device"),
         (("--prompt", "x", "--devices", "a"), 2, "not a device index"),
         (("--prompt", "x", "--device", "cpu", "--devices", "0"), 2, "--devices"),

@@ -8,6 +8,7 @@ import pytest
 
 from mgtp.shardplan.errors import CheckpointError, MgtpError, UsageError
 from mgtp.shardplan.sources import open_source
+from mgtp.shardplan.sources.config_only import open_config
 from tests.tiny import write_llama
 
 
@@ -75,6 +76,14 @@ def test_gguf_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     open_source(str(one))
     open_source(str(tmp_path))
     assert opened == [(one, str(one)), (one, str(tmp_path))]
+    with pytest.raises(CheckpointError, match="a GGUF file, not a config") as caught:
+        open_config(one)
+    assert "--dummy-weights" in caught.value.hint
+    loud = one.rename(tmp_path / "A.GGUF")
+    open_source(str(loud))
+    open_source(str(tmp_path))
+    assert opened[2:] == [(loud, str(loud)), (loud, str(tmp_path))]
+    loud.rename(one)
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"2 GGUF files: a\.gguf, b\.gguf"):
         open_source(str(tmp_path))

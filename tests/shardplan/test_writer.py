@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -353,6 +354,18 @@ def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(MgtpError, match=r"no space left on device: .* are needed, 40960 are free"):
         shard(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_read_only_leaves_nothing_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard(tmp_path / "out")
+
+    def read_only(path: Path) -> int:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(output_folder, "_lock", read_only)
+    with pytest.raises(MgtpError, match="cannot be written: read-only file system") as caught:
+        shard(tmp_path / "out", force=True)
+    assert caught.value.hint == "name a folder that you can write to"
 
 
 @pytest.mark.parametrize("threads", [1, 3])

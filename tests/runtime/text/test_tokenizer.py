@@ -202,6 +202,7 @@ def test_a_broken_tokenizer_json_is_one_line(tmp_path: Path, content: bytes) -> 
     with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:
         Tokenizer.load(tmp_path, {})
     assert "\n" not in caught.value.message
+    assert "cannot read it" in caught.value.message and "copy" not in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
