@@ -16,7 +16,7 @@ from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.layers.builder import LayerBuilder
 from mgtp.runtime.layers.self_attention import SelfAttention
 from mgtp.runtime.models import gemma4 as gemma4_forward
-from mgtp.runtime.models.decoder import SandwichLayer
+from mgtp.runtime.models.decoder import SandwichLayer, everything
 from mgtp.runtime.parallel.linear import RowParallelLinear, VocabParallelEmbedding
 from mgtp.shardplan.families import common, gemma4
 from mgtp.shardplan.partition import Cut, TensorSpec, rows
@@ -58,16 +58,16 @@ def bias_on_every_rank(original, linear, weight, bias, communicator, *args) -> N
     original(linear, weight, None if bias is None else bias * communicator.size, communicator, *args)
 
 
-def norm_before_the_sum(original, layer, x, residual, batch) -> Any:
+def norm_before_the_sum(original, layer, x, residual, batch, keep=everything) -> Any:
     """What the post norm makes of partial sums, added up."""
     everybody = layer.mixer.o_proj.communicator
     layer.mixer.o_proj.communicator = SingleRank()
     try:
         x, residual = layer.before_mixer.add(x, residual)
-        x = everybody.all_reduce(layer.after_mixer(layer.mixer(x, batch)))
+        x = everybody.all_reduce(layer.after_mixer(keep(layer.mixer(x, batch))))
     finally:
         layer.mixer.o_proj.communicator = everybody
-    x, residual = layer.before_mlp.add(x, residual)
+    x, residual = layer.before_mlp.add(x, keep(residual))
     return layer.after_mlp(layer.mlp(x)), residual
 
 
