@@ -124,7 +124,9 @@ def test_a_reader_that_stops(run_folder, shard_set):
     assert_nothing_left(run_folder)
 
 
-@pytest.mark.parametrize(("fault", "code"), [("SIGTERM to the front", 0), ("SIGKILL to a rank", 5)])
+@pytest.mark.parametrize(
+    ("fault", "code"), [pytest.param("SIGTERM to the front", 0, marks=pytest.mark.soak), ("SIGKILL to a rank", 5)]
+)
 def test_a_reader_of_the_log_that_stops(fault, code, run_folder, shard_set):
     """The server goes on answering, and ends in time: neither its log nor its last words are waited for."""
     ours, theirs = os.pipe()
@@ -173,7 +175,7 @@ def test_a_reader_of_everything_that_stops(run_folder, shard_set):
     assert_nothing_left(run_folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 def test_a_rank_that_fails_while_the_reader_of_stdout_has_stopped(number, run_folder, shard_set):
     """It is noticed and said all the same."""
     ours, theirs = _nearly_full_pipe()
@@ -193,7 +195,7 @@ def test_a_rank_that_fails_while_the_reader_of_stdout_has_stopped(number, run_fo
     assert_nothing_left(run_folder)
 
 
-@pytest.mark.parametrize("fault", ["none", "a rank is killed"])
+@pytest.mark.parametrize("fault", [pytest.param("none", marks=pytest.mark.soak), "a rank is killed"])
 def test_a_batch_while_the_reader_of_stderr_has_stopped(fault, run_folder, shard_set):
     """From the very start: the work is done all the same, and it ends when a rank does."""
     ours, theirs = _nearly_full_pipe(4096)

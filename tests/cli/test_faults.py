@@ -29,7 +29,7 @@ RING = ("--cp-size", "2", "--prompt-tokens", "60", "--max-batch-tokens", "20", "
     ("fault", "rank"),
     [
         ("kill", 1),
-        ("hang", 0),
+        pytest.param("hang", 0, marks=pytest.mark.soak),
         *(pytest.param(f, 1, marks=pytest.mark.soak) for f in ("raise", "exit", "stop", "hang")),
     ],
 )
@@ -38,7 +38,7 @@ def test_a_rank_that_fails_while_keys_go_round_the_ring(fault, rank, run_folder,
     fault_matrix.run(case, run_folder, sharded(tiny_checkpoint("base"), 1))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_rank_that_hangs_in_a_step_is_told_from_those_that_wait_for_it(rank, run_folder, tiny_checkpoint, sharded):
     """One of two ranks does not come to a collective in which the other waits: Python's stacks tell which."""
     case = fault_matrix.Case("running", "hang", rank, "serve")

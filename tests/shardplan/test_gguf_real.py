@@ -96,6 +96,7 @@ def test_smollm2_token_ids(smollm2: Path) -> None:
     assert source.files["chat_template.jinja"].decode() == reference.chat_template
 
 
+@pytest.mark.soak
 def test_gemma3(gemma3_270m: Path, tmp_path: Path) -> None:
     source = open_gguf(gemma3_270m, "gemma3")
     assert source.notes == []
