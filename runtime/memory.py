@@ -1,7 +1,8 @@
 """What a rank really holds, as the system reports it; never the plan's numbers repeated.
 
 On the CPU: resident bytes of the rank file's mapping, plus private growth. On CUDA: growth of the device's used
-memory as the driver sees it, less what the context itself took.
+memory as the driver sees it, less what the context itself took. A driver does not say whose memory it is: ranks that
+share a device go by what torch's allocator has of it for each.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Bytes in use at one moment: private memory of the process (CPU), or of the whole device (CUDA)."""
+    """Bytes in use at one moment: private memory of the process (CPU, shared device), or of the whole device (CUDA)."""
 
     used: int
     free: int
     total: int
 
 
-def take_snapshot(device: torch.device) -> Snapshot:
-    """Memory in use now."""
+def take_snapshot(device: torch.device, shared: bool = False) -> Snapshot:
+    """Memory in use now; `shared`: ranks share the device, and `used` is this one's part."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Snapshot(total - free, free, total)
+        return Snapshot(torch.cuda.memory_reserved(device) if shared else total - free, free, total)
     if not _PROC.exists():  # macOS: enough to size a cache by; probe-memory is refused there
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Snapshot(0, total // 2, total)

@@ -48,7 +48,7 @@ def _memory(worker: RankWorker) -> MemoryReport:
     return MemoryReport(
         rank=worker.rank,
         weight_bytes=worker.load_growth + mapped,
-        device_used_bytes=now.used - worker.before_load.used + mapped,
+        device_used_bytes=worker.memory_in_use() - worker.before_load + mapped,
         device_free_bytes=now.free,
         device_total_bytes=now.total,
         kv_cache_tokens=worker.kv_cache_tokens,

@@ -63,6 +63,7 @@ class RankWorker:
         self.shard_set = dummy_shard_set(path, tp_size, dummy) if dummy else ShardSet.open(path, ranks=[self.tp_rank])
         self.plan = self.shard_set.plan
         self.file = self.shard_set.rank_path(self.tp_rank)
+        self.shares_device = len(set(self.options.devices)) < len(self.options.devices)
 
     def run(self) -> None:
         """Start up, then serve until told to stop."""
@@ -111,7 +112,7 @@ class RankWorker:
 
     def compare_memory(self) -> None:
         """Leader: tell the user when other programs hold memory of some ranks' GPUs."""
-        if self.place.device.type == "cuda" and len(set(self.options.devices)) == len(self.options.devices):
+        if self.place.device.type == "cuda" and not self.shares_device:
             free = torch.tensor([memory.take_snapshot(self.place.device).free], device=self.place.device)
             text = unequal_memory(self.mesh.tp.all_gather(free).flatten().tolist())
             if text is not None and self.rank == 0:
@@ -124,7 +125,7 @@ class RankWorker:
             # What streams, copies and pinned memory take of the device is the context's own, not the weights'.
             read_to_device(self.file, rank_plan, device, limit=CONTEXT_SAMPLE_BYTES)
             torch.cuda.empty_cache()
-        self.before_load = memory.take_snapshot(device)
+        self.before_load = self.memory_in_use()
         if not self.shard_set.has_weights:
             self.block = random_block(rank_plan, device)
         elif device.type == "cpu":
@@ -132,7 +133,11 @@ class RankWorker:
         else:
             self.block = read_to_device(self.file, rank_plan, device)
         self.runner = Runner(self.shard_set.model, self.plan, Weights(self.block, rank_plan), self.place)
-        self.load_growth = memory.take_snapshot(device).used - self.before_load.used
+        self.load_growth = self.memory_in_use() - self.before_load
+
+    def memory_in_use(self) -> int:
+        """Bytes, to be compared with what it is at another time."""
+        return memory.take_snapshot(self.place.device, self.shares_device).used
 
     @property
     def loaded_bytes(self) -> int:

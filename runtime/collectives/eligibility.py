@@ -8,14 +8,11 @@ import msgspec
 
 from ...shardplan.values import counted
 
-WORKSPACE_BYTES = 8 << 20
-"""Symmetric memory of a group, on every rank. Larger messages are bound by bandwidth, where NCCL is at home."""
+TWO_SHOT_BYTES = 8 << 20
+"""The largest two-shot message. Larger ones are bound by bandwidth, where NCCL is at home."""
 
 ALIGNMENT = 16
 """Bytes of one load: addresses and sizes must be multiples."""
-
-ONE_SHOT_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 19}
-"""Up to here every rank reads all of every other's message. Not here: 256 KiB."""
 
 ONE_SHOT_DTYPES = ("bfloat16", "float16", "float32")
 TWO_SHOT_DTYPES = ("bfloat16", "float32")
@@ -34,15 +31,20 @@ class Message(msgspec.Struct, frozen=True):
     operation: str = "sum"
 
 
+def one_shot_bytes(num_ranks: int) -> int:
+    """Up to here every rank sends all of its message to every other."""
+    return {2: 1 << 20, 3: 1 << 19, 4: 1 << 19}.get(num_ranks, 1 << 18)
+
+
 def method_for(message: Message, num_ranks: int, two_shot: bool = True) -> tuple[str, str]:
     """('one-shot' | 'two-shot' | 'fallback', why)."""
     refusal = _refusal(message)
     if refusal:
         return "fallback", refusal
-    if message.num_bytes <= ONE_SHOT_BYTES.get(num_ranks, 1 << 18):
+    if message.num_bytes <= one_shot_bytes(num_ranks):
         return "one-shot", f"{message.num_bytes} bytes"
-    if message.num_bytes > WORKSPACE_BYTES:
-        return "fallback", f"{message.num_bytes} bytes do not fit a workspace of {WORKSPACE_BYTES}"
+    if message.num_bytes > TWO_SHOT_BYTES:
+        return "fallback", f"{message.num_bytes} bytes do not fit a workspace of {TWO_SHOT_BYTES}"
     if not two_shot or num_ranks not in TWO_SHOT_RANKS or message.dtype not in TWO_SHOT_DTYPES:
         return "fallback", f"no two-shot sum of {message.num_bytes} bytes of {message.dtype} over {num_ranks} ranks"
     return "two-shot", f"{message.num_bytes} bytes"

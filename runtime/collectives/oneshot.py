@@ -14,32 +14,35 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from ...shardplan.errors import MgtpError
 from ..communicator import Communicator
 from .agreement import exchange
-from .eligibility import WORKSPACE_BYTES, Member, Message, group_refusal, method_for
+from .eligibility import TWO_SHOT_BYTES, Member, Message, group_refusal, method_for, one_shot_bytes
 
 if TYPE_CHECKING:
     from .groups import Rank
 
 
 UNTRUSTED_PATIENCE = 1 << 24
-"""Looks for signals, of about a microsecond each, until the self-test is passed: a kernel that hangs frees the device."""
+"""Looks for packets, of about a microsecond each, until the self-test is passed: a kernel that hangs frees the device."""
 
 
 class SymmetricWorkspace:
-    """One group's symmetric memory: the same bytes on every rank, mapped by all of them. Making it is collective."""
+    """One group's symmetric memory: the same bytes on every rank, mapped by all of them. Making it is collective.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int = WORKSPACE_BYTES) -> None:
-        from ..kernels.all_reduce import Workspace
+    `two_shot_bytes` for torch's two-shot sums come first, then the packets of our kernel.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, two_shot_bytes: int = TWO_SHOT_BYTES) -> None:
+        from ..kernels.all_reduce import MOST_PROGRAMS, Workspace, packet_area
 
         self.group_name, self.device = group.group_name, device
+        most, size = one_shot_bytes(group.size()), group.size()
         with torch.inference_mode(False):  # so that it can be written to in either mode
-            self.buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), [1], torch.uint8, device)
+            num_bytes = two_shot_bytes + packet_area(most, size)
+            self.buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), [1], torch.uint8, device).zero_()
+            counts = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # before others can write to it
         handle = symmetric_memory.rendezvous(self.buffer, group.group_name)
-        pointers = [
-            torch.tensor(addresses, dtype=torch.int64, device=device)
-            for addresses in (handle.buffer_ptrs, handle.signal_pad_ptrs)
-        ]
-        rows = handle.signal_pad_size // (4 * group.size())
-        self.kernels = Workspace(pointers[0], pointers[1], group.rank(), most_programs=rows // 2)
+        packets = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device) + two_shot_bytes
+        self.kernels = Workspace(packets, counts, group.rank(), most)
         self._handle = handle  # the mappings live as long as this
         self.two_shot = hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out")
 
@@ -112,7 +115,7 @@ class OneShotCommunicator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(s + residual), s + residual) of the sum s over ranks: one kernel where the sum is a one-shot one."""
         variant = {"one_plus": one_plus, "cast_first": cast_first}
-        if self.method(x) == "one-shot":
+        if self.method(x) == "one-shot" and x[0].nbytes % 4 == 0:
             from ..kernels.all_reduce import all_reduce_add_rms_norm
 
             places = (residual.contiguous(), weight, eps, self.memory.kernels)

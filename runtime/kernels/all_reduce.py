@@ -1,12 +1,14 @@
-"""The sum over ranks in one kernel, each reading what the others have put into memory that all can map (one-shot).
+"""The sum over ranks in one kernel: every rank writes its part into memory of all others and waits for theirs.
 
-A program copies its rows of the rank's tensor into the rank's workspace, meets the same program of every other rank,
-adds up all workspaces in rank order in float32, and meets them again before any workspace may be overwritten. So all
-ranks get the same bits, rounded once. The residual add and RMSNorm that follow a sum in the model can be done in the
-same pass.
+What is sent are packets of 8 bytes: 4 of data (one float32, or two numbers of 16 bits) and the number of the call. The
+hardware moves 8 aligned bytes in one piece, so a packet with the right number has its data: nothing else needs to be
+signalled, and a sum takes one way over the link (the idea of NCCL's LL protocol). All ranks add up all parts in rank
+order in float32, so all get the same bits, rounded once. The residual add and RMSNorm that follow a sum in the model
+can be done in the same pass.
 
-Ranks meet through signals, int32 [2 programs, ranks] in each workspace: a sender sets its own to 1, the receiver sets
-it back to 0. Each program has two rows that take turns, so that a signal is always taken before it is sent again.
+Two sets of packets take turns. A rank that sends call n + 2 has got call n + 1 of every rank, each of which had ended
+call n by then: nobody reads what is overwritten. Calls are counted on the device, so that graphs can be replayed, and
+the count comes round after four thousand million calls.
 """
 
 from __future__ import annotations
@@ -17,26 +19,39 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel, cdiv, power_of_2
+from .launch import EARLY, Kernel, cdiv, power_of_2, start_dependents, start_dependents_late, wait_for_inputs
 from .norm import rms_scale
 
-CHUNK = 4096
-"""Elements that a program takes at a time when there is no norm whose rows give the size."""
+CHUNK = 512
+"""Packets that a program takes at a time when there is no norm whose rows give the size."""
 
-MOST_PROGRAMS = 64
+MOST_PROGRAMS = 128
 
 PATIENCE = 1 << 30
-"""How often a program looks for signals before it gives up and returns NaN: longer than the front waits for a step."""
+"""How often a program looks for packets before it gives up and returns NaN: longer than the front waits for a step."""
+
+DATA_BYTES, PACKET_BYTES, TURNS = 4, 8, 2
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def packet_area(num_bytes: int, num_ranks: int) -> int:
+    """Bytes that every rank has to share for messages of up to `num_bytes`."""
+    return TURNS * num_ranks * num_bytes // DATA_BYTES * PACKET_BYTES
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What a kernel needs of a group's symmetric memory: addresses, int64 [ranks], and how many programs can meet."""
+    """What the kernel needs of a group.
+
+    `buffers`: addresses of every rank's `packet_area`, zero at first, int64 [ranks]. `counts`: calls so far, int32
+    [MOST_PROGRAMS], zero at first, this rank's alone. `most_bytes`: the largest message.
+    """
 
     buffers: torch.Tensor
-    signals: torch.Tensor
+    counts: torch.Tensor
     rank: int
-    most_programs: int
+    most_bytes: int
 
     @property
     def size(self) -> int:
@@ -45,77 +60,117 @@ class Workspace:
 
 
 @triton.jit
-def _meet(signals, row, rank, patience, WORLD: tl.constexpr, WORLD_PAD: tl.constexpr):
-    """Wait for the same row's signal of every rank; false when it did not come. All that was written before is seen."""
-    peer = tl.arange(0, WORLD_PAD)
-    inside = peer < WORLD
-    theirs = tl.load(signals + peer, mask=inside, other=0).to(tl.pointer_type(tl.int32)) + row * WORLD + rank
-    ours = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + row * WORLD + peer
-    zero = tl.zeros([WORLD_PAD], tl.int32)
-    tl.debug_barrier()  # every thread's writes come before one of them signals
-    tl.atomic_xchg(theirs, zero + 1, mask=inside, sem="release", scope="sys")
-    arrived = tl.where(inside, 0, 1)
-    looks = 0
-    while (tl.min(arrived, 0) == 0) & (looks < patience):
-        taken = tl.atomic_xchg(ours, zero, mask=arrived == 0, sem="acquire", scope="sys")
-        arrived = tl.where(arrived == 0, taken, arrived)
-        looks += 1
-    tl.debug_barrier()
-    return tl.min(arrived, 0) == 1
+def _numbers(data, half, HALVES: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 of the lower (0) or upper (1) half of int32 `data`, or of all of it where numbers have 32 bits."""
+    if HALVES == 1:
+        return data.to(tl.float32, bitcast=True)
+    return (data >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _rows_of(buffers, rank, dtype):
-    """Where a rank's workspace begins: a pointer that is known to be aligned, for wide loads."""
-    return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(dtype)), 16)
+def _as_data(low, high, HALVES: tl.constexpr, DTYPE: tl.constexpr):
+    """int32 of numbers that are rounded to DTYPE: the opposite of `_numbers`."""
+    if HALVES == 1:
+        return low.to(tl.int32, bitcast=True)
+    lower = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return lower | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _packets_of(buffers, rank):
+    """Where a rank's packets begin: a pointer that is known to be aligned, for wide stores."""
+    return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def _receive(
+    buffers, count, at, inside, most, patience, WORLD: tl.constexpr, HALVES: tl.constexpr, DTYPE: tl.constexpr
+):
+    """(sums over ranks of the numbers in lower halves, in upper halves, whether all ranks have come), float32."""
+    arrived, looks = 0, 0
+    low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
+    while (arrived == 0) & (looks < patience):
+        low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
+        right = inside
+        for sender in tl.static_range(WORLD):
+            place = buffers + ((count & 1) * WORLD + sender) * most + at
+            packet = tl.load(place, mask=inside, other=0, volatile=True)
+            right = right & ((packet >> 32).to(tl.int32) == count)
+            low += _numbers(packet.to(tl.int32), 0, HALVES, DTYPE)
+            if HALVES == 2:
+                high += _numbers(packet.to(tl.int32), 1, HALVES, DTYPE)
+        arrived = tl.min((right | (inside == 0)).to(tl.int32), 0)
+        looks += 1
+    return low, high, arrived
+
+
+@triton.jit
+def _round(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def _all_reduce(
-    x_ptr, buffers, signals, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, numel, rank, patience,
-    WORLD: tl.constexpr, WORLD_PAD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, buffers, counts, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, numel, rank, most, patience,
+    WORLD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr,
+    CAST_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Rows of SIZE packets of HALVES numbers, numel in all; x, residual, normed and total are packets' data, int32."""
+    start_dependents(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
-    dtype = x_ptr.dtype.element_ty
-    mine = _rows_of(buffers, rank, dtype)
+    in_row = columns < SIZE
+    low_weight, high_weight = 0.0, 0.0
+    if HAS_WEIGHT:
+        low_weight = tl.load(weight_ptr + columns * HALVES, mask=in_row, other=0.0).to(tl.float32)
+        high_weight = tl.load(weight_ptr + columns * HALVES + HALVES - 1, mask=in_row, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    count = tl.load(counts + program) + 1
     rows = tl.cdiv(numel, SIZE)
     for row in range(program, rows, programs):
         at = row * SIZE + columns
-        inside = (columns < SIZE) & (at < numel)
-        tl.store(mine + at, tl.load(x_ptr + at, mask=inside, other=0.0), mask=inside)
-    met = _meet(signals, 2 * program, rank, patience, WORLD, WORLD_PAD)
+        inside = in_row & (at < numel)
+        packet = tl.load(x_ptr + at, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+        packet = packet | (count.to(tl.int64) << 32)
+        for ahead in tl.static_range(1, WORLD + 1):  # everyone begins with another rank, and ends with itself
+            place = _packets_of(buffers, (rank + ahead) % WORLD) + ((count & 1) * WORLD + rank) * most
+            tl.store(place + at, packet, mask=inside)
+    mine = _packets_of(buffers, rank)
     for row in range(program, rows, programs):
         at = row * SIZE + columns
-        inside = (columns < SIZE) & (at < numel)
-        x = tl.zeros([BLOCK], tl.float32)
-        for peer in tl.static_range(WORLD):
-            theirs = _rows_of(buffers, peer, dtype)
-            x += tl.load(theirs + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-        x = tl.where(met, x, float("nan")).to(dtype).to(tl.float32)
+        inside = in_row & (at < numel)
+        low, high, arrived = _receive(mine, count, at, inside, most, patience, WORLD, HALVES, DTYPE)
+        low = _round(tl.where(arrived == 1, low, float("nan")), DTYPE)
+        high = _round(tl.where(arrived == 1, high, float("nan")), DTYPE)
         if HAS_RESIDUAL:
-            x = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        tl.store(total_ptr + at, x.to(dtype), mask=inside)
+            residual = tl.load(residual_ptr + at, mask=inside, other=0)
+            low = _round(low + _numbers(residual, 0, HALVES, DTYPE), DTYPE)
+            high = _round(high + _numbers(residual, 1, HALVES, DTYPE), DTYPE)
+        tl.store(total_ptr + at, _as_data(low, high, HALVES, DTYPE), mask=inside)
         if NORM:
-            weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32) if HAS_WEIGHT else 0.0
-            x = tl.where(inside, x, 0.0)
-            inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / SIZE + eps)
-            normed = rms_scale(x, weight, inverse, HAS_WEIGHT, ONE_PLUS, CAST_FIRST, dtype)
-            tl.store(normed_ptr + at, normed.to(dtype), mask=inside)
-    _meet(signals, 2 * program + 1, rank, patience, WORLD, WORLD_PAD)
+            low, high = tl.where(inside, low, 0.0), tl.where(inside, high, 0.0)
+            squares = low * low + high * high if HALVES == 2 else low * low
+            inverse = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / (SIZE * HALVES) + eps)
+            low = rms_scale(low, low_weight, inverse, HAS_WEIGHT, ONE_PLUS, CAST_FIRST, DTYPE)
+            high = rms_scale(high, high_weight, inverse, HAS_WEIGHT, ONE_PLUS, CAST_FIRST, DTYPE)
+            tl.store(normed_ptr + at, _as_data(low, high, HALVES, DTYPE), mask=inside)
+    start_dependents_late(PDL)
+    every = tl.arange(0, PROGRAMS)
+    tl.store(counts + every, every * 0 + count, mask=every % programs == program)
 
 
-# Launched without dependent launch: blocks that wait for another GPU must not start before those they depend on.
-_kernel = Kernel(_all_reduce, trigger=0)
+_kernel = Kernel(_all_reduce, trigger=EARLY)
 
 
 def all_reduce(x: torch.Tensor, workspace: Workspace, patience: int = PATIENCE) -> torch.Tensor:
-    """The sum of every rank's contiguous `x`, a new tensor; NaN when a rank does not come."""
+    """The sum of every rank's `x`, a new tensor; NaN when a rank does not come.
+
+    `x` is contiguous, a multiple of 4 bytes, and at most the workspace's `most_bytes`.
+    """
     total = torch.empty_like(x)
     constants = {"NORM": False, "HAS_RESIDUAL": False, "HAS_WEIGHT": False, "ONE_PLUS": False, "CAST_FIRST": False}
-    _launch(x, workspace, (x, x, total, total, 0.0), CHUNK, constants, patience)
+    _launch(workspace, (x, x, x, total, total), 0.0, CHUNK, constants, patience)
     return total
 
 
@@ -130,24 +185,35 @@ def all_reduce_add_rms_norm(
     cast_first: bool = True,
     patience: int = PATIENCE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(s + residual), s + residual) of the sum s of every rank's `x`, all contiguous [T, H]."""
+    """(norm(s + residual), s + residual) of the sum s of every rank's `x`, all contiguous [T, H] of one dtype.
+
+    A row is a multiple of 4 bytes.
+    """
     normed, total = torch.empty_like(x), torch.empty_like(x)
     constants = {
         "NORM": True, "HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None, "ONE_PLUS": one_plus,
         "CAST_FIRST": cast_first,
     }  # fmt: skip
-    others = (x if residual is None else residual, x if weight is None else weight, normed, total, eps)
-    _launch(x, workspace, others, x.shape[-1], constants, patience)
+    size = x.shape[-1] * x.element_size() // DATA_BYTES
+    second = x if residual is None else residual
+    _launch(workspace, (x, second, x if weight is None else weight, normed, total), eps, size, constants, patience)
     return normed, total
 
 
-def _launch(x: torch.Tensor, workspace: Workspace, others: tuple, size: int, constants: dict, patience: int) -> None:
-    world, block = workspace.size, power_of_2(size)
-    programs = min(cdiv(x.numel(), size), workspace.most_programs, MOST_PROGRAMS)
-    sizes = {"WORLD": world, "WORLD_PAD": power_of_2(world), "SIZE": size, "BLOCK": block}
+def _launch(
+    workspace: Workspace, tensors: tuple[torch.Tensor, ...], eps: float, size: int, constants: dict, patience: int
+) -> None:
+    x, residual, weight, normed, total = tensors
+    data = [each.view(-1).view(torch.int32) for each in (x, residual, normed, total)]
+    numel, most, block = len(data[0]), workspace.most_bytes // DATA_BYTES, power_of_2(size)
+    sizes = {
+        "WORLD": workspace.size, "SIZE": size, "BLOCK": block, "PROGRAMS": MOST_PROGRAMS,
+        "HALVES": DATA_BYTES // x.element_size(), "DTYPE": _DTYPES[x.dtype],
+    }  # fmt: skip
     _kernel(
-        (programs,),
-        (x, workspace.buffers, workspace.signals, *others, x.numel(), workspace.rank, patience),
+        (min(cdiv(numel, size), MOST_PROGRAMS),),
+        (data[0], workspace.buffers, workspace.counts, data[1], weight, *data[2:], eps, numel, workspace.rank, most,
+         patience),
         {**sizes, **constants},
-        warps=min(16, max(1, block // 256)),
-    )
+        warps=min(32, max(1, block // 64)),
+    )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgtp.runtime.collectives.eligibility import WORKSPACE_BYTES, Member, Message, group_refusal, method_for
+from mgtp.runtime.collectives.eligibility import TWO_SHOT_BYTES, Member, Message, group_refusal, method_for
 from mgtp.runtime.collectives.request import check_placement, parse_collective
 from mgtp.shardplan.errors import UsageError
 
@@ -26,8 +26,8 @@ def message(**changes) -> Message:
         ({"num_bytes": MIB // 2}, 4, "one-shot", ""),
         ({"num_bytes": MIB // 2}, 8, "two-shot", ""),
         ({"num_bytes": MIB // 4}, 8, "one-shot", ""),
-        ({"num_bytes": WORKSPACE_BYTES}, 2, "two-shot", ""),
-        ({"num_bytes": WORKSPACE_BYTES + 16}, 2, "fallback", "do not fit a workspace"),
+        ({"num_bytes": TWO_SHOT_BYTES}, 2, "two-shot", ""),
+        ({"num_bytes": TWO_SHOT_BYTES + 16}, 2, "fallback", "do not fit a workspace"),
         ({"num_bytes": 4 * MIB}, 3, "fallback", "no two-shot sum"),
         ({"num_bytes": 4 * MIB, "dtype": "float16"}, 2, "fallback", "no two-shot sum"),
         ({"dtype": "int64"}, 2, "fallback", "int64 is not one of"),
