@@ -22,6 +22,12 @@ from mgtp.runtime.sampling_params import SamplingParams
 
 CONFIG = Path(__file__).with_name("llama_8b.json")
 STEPS = 40
+CASES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.95, "top_k": 50},
+    {"temperature": 0.6, "top_p": 0.9},
+]
 
 
 class NoLink:
@@ -45,11 +51,11 @@ def busy(events: list[tuple[float, float]]) -> float:
     return total
 
 
-def measure(worker: RankWorker, batch: int, temperature: float) -> str:
+def measure(worker: RankWorker, batch: int, options: dict[str, Any]) -> str:
     engine = worker.make_engine()
     rng = random.Random(batch)
     for i in range(batch):
-        sampling = SamplingParams(temperature=temperature, max_tokens=3 * STEPS, ignore_eos=True, seed=i)
+        sampling = SamplingParams(**options, max_tokens=3 * STEPS, ignore_eos=True, seed=i)
         engine.add(Request(f"{batch}-{i}", rng.choices(range(1000), k=512), sampling, []))
     for _ in range(STEPS):
         engine.step()
@@ -62,7 +68,8 @@ def measure(worker: RankWorker, batch: int, temperature: float) -> str:
     span = max(stop for _, stop in events) - min(begin for begin, _ in events)
     while engine.has_work:
         engine.step()
-    return f"batch {batch}, temperature {temperature}: {span / STEPS:.0f} us a step, idle {1 - busy(events) / span:.2%}"
+    case = ", ".join(f"{name} {value}" for name, value in options.items())
+    return f"batch {batch}, {case}: {span / STEPS:.0f} us a step, idle {1 - busy(events) / span:.2%}"
 
 
 def main() -> None:
@@ -76,8 +83,8 @@ def main() -> None:
     worker.allocate()
     worker.warm_up()
     for batch in (1, 8, 32, 128):
-        for temperature in (0.0, 1.0):
-            print(measure(worker, batch, temperature), flush=True)
+        for case in CASES:
+            print(measure(worker, batch, case), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ..shardplan.errors import DeviceError
 from ..shardplan.fit import StepSize, cache_budget, workspace_bytes
 from ..shardplan.shard_set import ShardSet
 from ..shardplan.values import counted
-from . import memory, mesh, stages
+from . import memory, mesh, sampling, stages
 from .blocks import SCRATCH_BLOCK, BlockPool
 from .cache_layout import cache_groups
 from .capacity import CacheDemand, longest_context, plan_blocks
@@ -202,8 +202,10 @@ class RankWorker:
 
     def warm_up(self) -> None:
         """Tokens through every layer, so that the first request finds everything in place, kernels compiled too."""
-        self.runner.forward(self.scratch_step(1))
+        logits = self.runner.forward(self.scratch_step(1))
         if self.place.device.type == "cuda":
+            if self.rank == 0:
+                sampling.warm_up(logits)
             self.runner.forward(self.largest_step())
             torch.cuda.synchronize()
             if not self.options.enforce_eager:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..shardplan.errors import MgtpError
+from .kernels import use_kernels
 from .penalties import Adjustment, TokenHistory, columns, to_device
 from .philox import uniform
 from .sampling_params import SamplingParams
@@ -73,11 +74,10 @@ class Sampler:
         `history`: needed for the rows whose `params.needs_history`.
         """
         batch = self._options(params, logits)
-        highest, ids = logits.max(dim=-1)  # the first of equals
-        failed = (highest - highest) != 0  # not finite, in two kernels
+        ids, failed = _likeliest(logits)
         if batch.adjust is not None:
             logits = batch.adjust(logits, history)
-            ids = logits.argmax(dim=-1)
+            ids = _likeliest(logits).ids
         if batch.draws is not None:
             ids = batch.draws.draw(logits, torch.as_tensor(positions, dtype=torch.int64), ids)
         return Sampled(ids, failed)
@@ -95,6 +95,12 @@ class Sampler:
         return batch
 
 
+def warm_up(logits: Tensor) -> None:
+    """Draw from `logits` [S, V], and from adjusted ones, so that no request waits for kernels to be compiled."""
+    for bias in ({}, {0: 0.0}):
+        Sampler().sample(logits, [SamplingParams(seed=0, logit_bias=bias)] * len(logits), [0] * len(logits))
+
+
 def top_logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Natural log-probabilities under raw `logits` [S, V]: of `ids` [S], and of the k likeliest, with their ids.
 
@@ -105,6 +111,16 @@ def top_logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, T
     chosen = logits.gather(-1, ids[:, None]) - total
     values, top_ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
     return chosen[:, 0], values - total, top_ids
+
+
+def _likeliest(logits: Tensor) -> Sampled:
+    """The first of the largest of every row."""
+    if use_kernels(logits):
+        from .kernels.argmax import likeliest as launch  # triton is there on a GPU alone
+
+        return Sampled(*launch(logits))
+    highest, ids = logits.max(dim=-1)
+    return Sampled(ids, (highest - highest) != 0)  # not finite, in two operations
 
 
 @dataclass(frozen=True)
@@ -135,16 +151,17 @@ class _Draws:
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         rows = [row for row, each in enumerate(params) if not each.greedy]
         drawn = [params[row] for row in rows]
-        self._index = to_device(torch.tensor(rows, dtype=torch.int64), device) if len(rows) < len(params) else None
+        self._all = len(rows) == len(params)
         self._rows = torch.tensor(rows, dtype=torch.int64)
+        self._index = to_device(self._rows, device)
         self._host_seeds = torch.tensor([_signed_seed(each) for each in drawn], dtype=torch.int64)
         self._seeds = to_device(self._host_seeds, device)
         self._first = torch.full((len(rows),), -_AHEAD)  # the positions that self._ahead begins with: none as yet
         self._ahead = self._seeds
         column = columns(drawn, device)
         self._temperature = column(lambda each: max(each.temperature, _MIN_TEMPERATURE), torch.float32)
-        min_weight = column(lambda each: math.ceil(each.min_p * _LIKELIEST), torch.int64)
-        self._min_weight = min_weight if any(each.min_p for each in drawn) else None
+        self._min_weight = column(lambda each: math.ceil(each.min_p * _LIKELIEST), torch.int64)
+        self._has_min = any(each.min_p for each in drawn)
         self._top_k = column(lambda each: min(each.top_k or vocab_size, vocab_size), torch.int64)
         self._top_p = column(lambda each: each.top_p, torch.float64)
         self._filters = column(lambda each: each.top_k > 0 or each.top_p < 1, torch.bool)
@@ -153,16 +170,21 @@ class _Draws:
         )
 
     def draw(self, logits: Tensor, positions: Tensor, greedy_ids: Tensor) -> Tensor:
-        """The ids [S]: `greedy_ids` where nothing is left to chance, drawn ones in the other rows."""
+        """The ids [S]: `greedy_ids`, which may be written to, and drawn ones in the rows left to chance."""
         if positions.device.type == "cpu":
             randoms = self._randoms_ahead(positions[self._rows])
         else:
-            randoms = uniform(self._seeds, positions if self._index is None else positions[self._index])
-        logits = logits if self._index is None else logits[self._index]
+            randoms = uniform(self._seeds, positions if self._all else positions[self._index])
+        if use_kernels(logits) and not self._num_candidates:
+            from .kernels.draw import draw
+
+            draw(logits, greedy_ids, self._index, randoms, self._temperature, self._min_weight)
+            return greedy_ids
+        logits = logits if self._all else logits[self._index]
         step = max(1, MAX_ELEMENTS // logits.shape[-1])
         blocks = [slice(start, start + step) for start in range(0, len(logits), step)]
         ids = torch.cat([pick(self._weights(logits[rows], rows), randoms[rows]) for rows in blocks])
-        return ids if self._index is None else greedy_ids.index_copy(0, self._index, ids)
+        return ids if self._all else greedy_ids.index_copy(0, self._index, ids)
 
     def _randoms_ahead(self, positions: Tensor) -> Tensor:
         """`uniform` [R] for positions on the host, made there, for some steps at once.
@@ -173,10 +195,12 @@ class _Draws:
         step = int(ahead[0])
         if not 0 <= step < _AHEAD or not bool((ahead == step).all()):
             steps = torch.arange(_AHEAD)[:, None]
-            randoms = uniform(self._host_seeds.repeat(_AHEAD), (positions + steps).flatten())
-            self._first, self._ahead = positions, to_device(randoms.view(_AHEAD, -1), self._seeds.device)
+            randoms = uniform(self._host_seeds.repeat(_AHEAD), (positions + steps).flatten()).view(_AHEAD, -1)
+            # Every step's numbers begin at a multiple of 16 bytes: a kernel is compiled for whether they do.
+            padded = torch.nn.functional.pad(randoms, (0, len(positions) % 2))
+            self._first, self._ahead = positions, to_device(padded, self._seeds.device)
             step = 0
-        return self._ahead[step]
+        return self._ahead[step, : len(positions)]
 
     def _weights(self, logits: Tensor, rows: slice) -> Tensor:
         """int64 [R, V]: the probabilities as `weigh` writes them, 0 for the tokens that are filtered out."""
@@ -186,7 +210,7 @@ class _Draws:
         if self._num_candidates:
             keep = likeliest(scaled, self._top_k[rows], self._top_p[rows], self._num_candidates)
             weights = weights * (keep | ~self._filters[rows])
-        if self._min_weight is not None:
+        if self._has_min:
             weights = weights * (weights >= self._min_weight[rows])
         return weights
 

@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 # bfloat16 is emulated, slowly, and float32 shows the same faults but for those of rounding.
 SELECTIONS = [
-    pytest.param("float32 and (add_rms_norm or activation or sum) or nan", id="share"),
+    pytest.param("float32 and (add_rms_norm or activation or sum) or nan or ends", id="share"),
     pytest.param("not bfloat16 or add_rms_norm", marks=pytest.mark.soak, id="all"),
 ]
 
