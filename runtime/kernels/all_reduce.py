@@ -63,17 +63,21 @@ class Workspace:
 def _numbers(data, half, HALVES: tl.constexpr, DTYPE: tl.constexpr):
     """float32 of the lower (0) or upper (1) half of int32 `data`, or of all of it where numbers have 32 bits."""
     if HALVES == 1:
-        return data.to(tl.float32, bitcast=True)
-    return (data >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        numbers = data.to(tl.float32, bitcast=True)
+    else:
+        numbers = (data >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return numbers
 
 
 @triton.jit
 def _as_data(low, high, HALVES: tl.constexpr, DTYPE: tl.constexpr):
     """int32 of numbers that are rounded to DTYPE: the opposite of `_numbers`."""
     if HALVES == 1:
-        return low.to(tl.int32, bitcast=True)
-    lower = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return lower | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        data = low.to(tl.int32, bitcast=True)
+    else:
+        data = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        data = data | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return data
 
 
 @triton.jit
