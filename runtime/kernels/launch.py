@@ -76,6 +76,8 @@ def _specializations(arguments: tuple) -> list[Any]:
             found += argument.dtype, argument.data_ptr() % 16 == 0
         elif isinstance(argument, int):
             found += argument % 16 == 0, argument == 1
+        elif not isinstance(argument, float):  # a tensor descriptor
+            found += argument.base.dtype, *argument.block_shape
     return found
 
 

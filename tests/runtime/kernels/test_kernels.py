@@ -187,6 +187,29 @@ def test_prefill_attention(device, kind, options, extras):
 
 
 @TYPES
+@pytest.mark.parametrize(
+    ("groups", "extras"), [(3, {}), (1, {"cap": 5.0}), (2, {"window": 11}), (1, {"window": 20, "sinks": True})]
+)
+@pytest.mark.parametrize("how", [(32, 16, True, "apart"), (16, 16, True, "inside"), (16, 32, False, "apart")])
+def test_prompt_attention(device, kind, groups, extras, how):
+    from mgtp.runtime.kernels.prompt_attention import PromptTiling, prompt_attention
+
+    queries, keys, described, masking = how
+    case = Case(kind, device, groups=groups, dim=32)
+    softmax, counts = softmax_of(case, extras), [1, 45, 16, 70]
+    heads = case.kv * groups
+    qkv = random(sum(counts), (heads + 2 * case.kv) * case.dim, kind=kind, device=device)
+    tiling = PromptTiling(queries, keys, 4, 2, described, masking)
+    starts = case.int32([0, 1, 46, 62, 132])
+    out = prompt_attention(qkv, case.kv, case.dim, starts, 70, softmax, tiling)
+    expected = []
+    for part in qkv.unflatten(1, (-1, case.dim)).split(counts):
+        q, k, v = part.split([heads, case.kv, case.kv], dim=1)
+        expected += [references.attention(q[i], k, v, softmax, i) for i in range(len(part))]
+    close(out, torch.stack(expected).flatten(1), kind)
+
+
+@TYPES
 def test_likeliest(device, kind):
     from mgtp.runtime.kernels.argmax import likeliest
 
