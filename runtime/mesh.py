@@ -18,8 +18,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..shardplan.errors import UsageError
+from ..shardplan.values import counted
 from .collectives.groups import AxisGroup, Rank, node_name
 from .collectives.request import BACKENDS, parse_collective
 from .communicator import Communicator, SingleRank
@@ -111,42 +114,70 @@ def create_mesh(
     A process group that is there is used, else one is started: by torchrun's environment, or by `init_method` and
     `rank`. `device` is this rank's (None: the current GPU, or the CPU). `backends` names what runs an axis' collectives:
     auto (also where it is left out), nccl, host or oneshot; see `collectives.choice`. Raises UsageError when the sizes'
-    product is not the number of ranks, and MgtpError when a backend that was asked for cannot be used.
+    product is not the number of ranks or a backend does not suit their devices, and leaves nothing behind; MgtpError when
+    a backend that was asked for by name cannot be used.
     """
-    world = math.prod(sizes.values())
-    made_world = not dist.is_initialized() and world > 1
-    limit = datetime.timedelta(seconds=timeout)
-    if made_world:
-        _check_world(sizes, int(os.environ.get("WORLD_SIZE", world)) if init_method == "env://" else world)
-        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world, timeout=limit)
-    elif dist.is_initialized():
-        _check_world(sizes, dist.get_world_size())
+    world, asked = math.prod(sizes.values()), dict.fromkeys(sizes, "auto") | dict(backends or {})
+    _check_sizes(sizes, asked, _ranks_there(world, init_method))
     if world == 1:
         return Mesh(dict.fromkeys(sizes, SingleRank()))
+    limit, made_world = datetime.timedelta(seconds=timeout), not dist.is_initialized()
+    if made_world:
+        _start_world(init_method, rank, world, limit)
     device = device or _current_device()
     places = _places(device, world)
+    try:
+        _check_backends(sizes, asked, places)
+    except UsageError:  # on every rank
+        if made_world:
+            dist.destroy_process_group()
+        raise
     made: dict[tuple[tuple[int, ...], str], AxisGroup] = {}
     axes: dict[str, Communicator] = {axis: SingleRank() for axis in sizes}
     reasons: dict[str, str] = {}
     for axis, groups in axis_groups(sizes).items():
-        asked = (backends or {}).get(axis, "auto")
         for ranks in (ranks for ranks in groups if len(ranks) > 1):
-            _check_backend(axis, [places[r] for r in ranks], asked)
-            if (ranks, asked) not in made:  # groups of the same ranks share
+            key = ranks, asked[axis]
+            if key not in made:  # groups of the same ranks share
                 members = [Rank(r, *places[r]) for r in ranks]
-                made[ranks, asked] = AxisGroup(members, device, asked, allow_shared_device, limit)
+                made[key] = AxisGroup(members, device, asked[axis], allow_shared_device, limit)
             if dist.get_rank() in ranks:
-                axes[axis], reasons[axis] = made[ranks, asked].communicator
+                axes[axis], reasons[axis] = made[key].communicator
     return Mesh(axes, reasons, tuple(g for group in made.values() for g in group.made), made_world)
 
 
-def _check_world(sizes: Mapping[str, int], num_ranks: int) -> None:
-    if math.prod(sizes.values()) != num_ranks:
-        shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+def _ranks_there(world: int, init_method: str) -> int:
+    """How many ranks take part: those of the process group that is there, or that torchrun started."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", world)) if init_method == "env://" else world
+
+
+def _check_sizes(sizes: Mapping[str, int], asked: Mapping[str, str], num_ranks: int) -> None:
+    """Raise UsageError when `sizes` do not make a mesh of the ranks that there are, or a backend or its axis is unknown."""
+    shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if min(sizes.values(), default=1) < 1 or math.prod(sizes.values()) != num_ranks:
         raise UsageError(
-            f"a mesh of {shape} has {math.prod(sizes.values())} ranks, {num_ranks} are there",
-            "choose sizes with that product (see mesh_sizes)",
+            f"a mesh of {shape} has {counted(math.prod(sizes.values()), 'rank')}, {num_ranks} are there",
+            "choose sizes of 1 or more with that product (see mesh_sizes)",
         )
+    for axis, backend in asked.items():
+        if axis not in sizes:
+            raise UsageError(f"backend {backend!r} is for axis {axis!r}, the mesh is {shape}", "name one of its axes")
+        if backend not in BACKENDS:
+            raise UsageError(f"axis {axis}: backend {backend!r} is unknown", f"use one of {', '.join(BACKENDS)}")
+
+
+def _start_world(init_method: str, rank: int, world: int, limit: datetime.timedelta) -> None:
+    """Start the default process group."""
+    if init_method != "env://":
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world, timeout=limit)
+        return
+    store, rank, world = next(rendezvous(init_method, rank, world, timeout=limit))
+    # torchrun's store outlives a mesh: the addresses of an earlier one's ranks would be taken for those of this one.
+    turn = store.add(f"mgtp/meshes of rank {rank}", 1)
+    prefix = PrefixStore(f"mgtp/mesh {turn}", store)
+    dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=limit)
 
 
 def _current_device() -> torch.device:
@@ -161,10 +192,14 @@ def _places(device: torch.device, world: int) -> list[tuple[str, str]]:
     return places
 
 
-def _check_backend(axis: str, places: list[tuple[str, str]], asked: str) -> None:
-    """Raise UsageError when a backend that is asked for by name cannot run where these ranks are."""
-    if asked not in BACKENDS:
-        raise UsageError(f"axis {axis}: backend {asked!r} is unknown", f"use one of {', '.join(BACKENDS)}")
+def _check_backends(sizes: Mapping[str, int], asked: Mapping[str, str], places: list[tuple[str, str]]) -> None:
+    """Raise UsageError when a backend that is asked for by name cannot run where an axis' ranks are."""
+    for axis, groups in axis_groups(sizes).items():
+        for ranks in (ranks for ranks in groups if len(ranks) > 1):
+            _check_backend(axis, asked[axis], [places[r] for r in ranks])
+
+
+def _check_backend(axis: str, asked: str, places: list[tuple[str, str]]) -> None:
     on_gpus = all(device.startswith("cuda") for _, device in places)
     if (asked == "nccl" and len(set(places)) < len(places)) or (asked in ("nccl", "oneshot") and not on_gpus):
         raise UsageError(

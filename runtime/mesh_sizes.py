@@ -17,6 +17,8 @@ def mesh_sizes(
     tp gets as many ranks as there are kv heads to share, the rest is cp: more tp would store every kv head several
     times. Raises UsageError, with the numbers, when ranks and sizes make no rectangle.
     """
+    if num_ranks < 1:
+        raise UsageError(f"a mesh of {num_ranks} ranks", "there must be at least one")
     for option, size in (("tp", tp_size), ("cp", cp_size)):
         if size is not None and (size < 1 or num_ranks % size):
             raise UsageError(

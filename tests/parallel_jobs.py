@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 
 from mgtp.runtime.communicator import Communicator
-from mgtp.runtime.parallel.attention import Visibility, attend, exchange
+from mgtp.runtime.parallel.attention import (
+    KeyPart,
+    Visibility,
+    across_ranks,
+    attend,
+    attend_to_part,
+    exchange,
+    with_sinks,
+)
 from mgtp.runtime.parallel.collectives import copy_to_ranks
 from mgtp.runtime.parallel.linear import (
     ColumnParallelLinear,
@@ -103,3 +111,16 @@ def attention(communicator: Communicator, qkv: Tensors, layout: SequenceLayout, 
     whole = gather_sequence(out, layout, communicator, dim=-2)
     loss(whole).backward()
     return detached(whole, *map(gradient, (q, k, v, sinks)))
+
+
+def attention_to_own_keys(communicator: Communicator, qkv: Tensors):
+    """Queries that every rank has, at the end of a sequence whose keys are shared out: (out, gradients as `attention`)."""
+    q, k, v, sinks = map(leaf, qkv)
+    length = k.shape[-2]
+    at = torch.arange(*even_ranges(length, communicator.size)[communicator.rank])
+    part = KeyPart(k[..., at, :], v[..., at, :], at)
+    visible = Visibility(torch.arange(length - q.shape[-2], length))
+    found = attend_to_part(copy_to_ranks(q, communicator), visible, part, q.shape[-1] ** -0.5)
+    out = with_sinks(across_ranks(found, communicator), sinks)
+    loss(out).backward()
+    return detached(out, gradient(q), gradient(k)[..., at, :], gradient(v)[..., at, :], gradient(sinks))

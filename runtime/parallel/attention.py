@@ -7,6 +7,8 @@ Softmax over all keys is a weighted mean of softmaxes over parts of them, weight
     out = attend(q, own, parts, scaling=d**-0.5)                     # this rank's queries, over all of them
     out = across_ranks(attend_to_part(q, own, part, ...), comm)      # or: the same queries, each rank's own keys
 
+In the second form every rank uses the same q otherwise: for its gradients, pass `copy_to_ranks(q, comm)`.
+
 Shapes: n queries, m keys of a part, kv heads of keys, G query heads of each, D head dimension; leading dimensions are
 batches. Whatever the inputs are, results are computed in float32, or in float64 for float64.
 """
@@ -20,9 +22,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ...shardplan.errors import UsageError
 from ..communicator import Communicator
 from .collectives import copy_to_ranks, shift
 from .sequence import gather_parts
+from .sizes import agree
 
 GATHER_BYTES = 64 << 20
 """Keys and values of all ranks together that are gathered at once; more go round a ring, a rank's part at a time."""
@@ -38,7 +42,7 @@ NOWHERE = 1 << 62
 
 
 class KeyPart(NamedTuple):
-    """Some keys and values [.., kv, m, D] and where they are in their sequence, [m]."""
+    """Some keys and values [.., kv, m, D] and where they are in their sequence, [m]. There may be none."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -80,6 +84,8 @@ def exchange(
     At once when they are at most `gather_bytes` (None: GATHER_BYTES), which is one message; else rank by rank round a
     ring, in the memory of two parts.
     """
+    agree("tensors of positions", len(positions), communicator.size)
+    agree(f"keys of rank {communicator.rank}", keys.shape[-2], len(positions[communicator.rank]))
     if communicator.size == 1:
         yield KeyPart(keys, values, positions[0])
         return
@@ -95,7 +101,7 @@ def exchange(
     both = F.pad(both, (0, 0, 0, widest - keys.shape[-2]))
     for turn in range(communicator.size):
         source = (communicator.rank - turn) % communicator.size
-        yield KeyPart(both[0], both[1], F.pad(positions[source], (0, widest - sizes[source]), value=NOWHERE))
+        yield KeyPart(both[0], both[1], _padded_positions(positions[source], widest - sizes[source]))
         if turn < communicator.size - 1:
             both = shift(both, communicator)
 
@@ -110,6 +116,11 @@ def attend(
 
 def attend_to_part(q: torch.Tensor, visible: Visibility, part: KeyPart, scaling: float) -> Partial:
     """q [.., kv, G, n, D] over one part's keys, a chunk of them at a time."""
+    agree("positions of queries", visible.queries.shape[-1], q.shape[-2])
+    agree("positions of keys", len(part.positions), part.keys.shape[-2])
+    agree("values of keys", part.values.shape[-2], part.keys.shape[-2])
+    if not len(part.positions):  # one key that no query sees
+        part = _padded(part, 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = (q.to(dtype) * scaling).flatten(
         -3, -2
@@ -133,7 +144,9 @@ def merge(partials: Sequence[Partial]) -> Partial:
 def merge_as_they_come(partials: Iterable[Partial]) -> Partial:
     """`merge`, without keeping more than two."""
     iterator = iter(partials)
-    found = next(iterator)
+    found = next(iterator, None)
+    if found is None:
+        raise UsageError("there are no parts to attend to", "give one without keys")
     for further in iterator:
         found = merge([found, further])
     return found
@@ -144,7 +157,7 @@ def across_ranks(partial: Partial, communicator: Communicator) -> Partial:
     if communicator.size == 1:
         return partial
     joined = torch.cat([partial.out, partial.lse.unsqueeze(-1)], dim=-1)
-    ranks = communicator.all_gather(joined)
+    ranks = gather_parts(joined.unsqueeze(0), [1] * communicator.size, communicator)
     return merge([Partial(rank[..., :-1], rank[..., -1]) for rank in ranks])
 
 
@@ -163,6 +176,16 @@ def _chunk(q: torch.Tensor, shape: torch.Size, visible: torch.Tensor, k: torch.T
     total = weights.sum(-1)
     out = (weights.flatten(-3, -2).to(v.dtype) @ v).view(*shape[:-1], v.shape[-1])
     return Partial(out / _positive(total).unsqueeze(-1), _log(total, most))
+
+
+def _padded(part: KeyPart, count: int) -> KeyPart:
+    """The part with `count` more keys, which no query sees."""
+    keys, values = (F.pad(x, (0, 0, 0, count)) for x in part[:2])
+    return KeyPart(keys, values, _padded_positions(part.positions, count))
+
+
+def _padded_positions(positions: torch.Tensor, count: int) -> torch.Tensor:
+    return F.pad(positions, (0, count), value=NOWHERE)
 
 
 def _finite(most: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ..communicator import Communicator, SingleRank
 from ..kernels import use_kernels
 from .collectives import copy_to_ranks, sum_over_ranks, tracks_gradients
 from .sequence import gather_parts
+from .sizes import agree
 
 
 @cache
@@ -73,9 +74,13 @@ class RowParallelLinear:
 
 
 class VocabParallelEmbedding:
-    """Rows [start, stop) of the embedding, times `scale`; ids of other ranks contribute zero to the sum over ranks."""
+    """Rows [start, stop) of the embedding, times `scale`; ids of other ranks contribute zero to the sum over ranks.
+
+    An id of no rank gives zeros, where there are several.
+    """
 
     def __init__(self, weight: torch.Tensor, rows: Range, communicator: Communicator, scale: float = 1.0) -> None:
+        agree(f"rows of the embedding of rank {communicator.rank}", len(weight), rows[1] - rows[0])
         self.weight, self.rows, self.communicator, self.scale = weight, rows, communicator, scale
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -88,7 +93,10 @@ class VocabParallelEmbedding:
             return F.embedding(ids, self.weight)
         start, stop = self.rows
         mine = (ids >= start) & (ids < stop)
-        x = F.embedding(torch.where(mine, ids - start, 0), self.weight)
+        if start == stop:  # nothing to look up, but gradients go the same way as on the other ranks
+            x = self.weight.new_zeros(*ids.shape, 0) @ self.weight
+        else:
+            x = F.embedding(torch.where(mine, ids - start, 0), self.weight)
         return sum_over_ranks(x * mine.unsqueeze(-1), self.communicator)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ..communicator import Communicator
 from .collectives import copy_to_ranks, sum_over_ranks
+from .sizes import agree
 
 
 class SplitRMSNorm:
@@ -27,6 +28,7 @@ class SplitRMSNorm:
         counts: Sequence[bool] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        agree("widths of a norm", len(widths), len(weights))
         self.weights, self.widths, self.eps, self.communicator = tuple(weights), tuple(widths), eps, communicator
         self.counts, self.dtype = tuple(counts or [True] * len(self.widths)), dtype
 

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ...shardplan.errors import UsageError
+from .sizes import agree
+
 Range = tuple[int, int]
 
 
@@ -21,6 +24,20 @@ class SequenceLayout:
     length: int
     pieces: tuple[tuple[Range, ...], ...]
 
+    def __post_init__(self) -> None:
+        end = 0
+        for start, stop in sorted(piece for own in self.pieces for piece in own if piece[0] != piece[1]):
+            if start != end or stop < start:
+                self._refuse(f"after [0, {end}) comes [{start}, {stop})")
+            end = stop
+        if end != self.length:
+            self._refuse(f"they end at {end}")
+
+    def _refuse(self, fault: str) -> None:
+        raise UsageError(
+            f"the pieces of a layout of {self.length} positions: {fault}", "every position belongs to one rank"
+        )
+
     @property
     def sizes(self) -> list[int]:
         """How many positions each rank has."""
@@ -29,6 +46,8 @@ class SequenceLayout:
 
 def even_ranges(length: int, parts: int) -> list[Range]:
     """[0, length) in `parts` ranges whose sizes differ by at most one; some are empty when there are more than positions."""
+    if length < 0 or parts < 1:
+        raise UsageError(f"{length} positions in {parts} parts", "share 0 positions or more out over at least 1")
     return list(pairwise(length * i // parts for i in range(parts + 1)))
 
 
@@ -42,6 +61,7 @@ def one_after_another(layouts: Iterable[SequenceLayout], ranks: int) -> Sequence
     """Several sequences laid out as one: each rank has its pieces of the first, then of the second, and so on."""
     length, pieces = 0, [[] for _ in range(ranks)]
     for layout in layouts:
+        agree("ranks of a layout", len(layout.pieces), ranks)
         for own, theirs in zip(pieces, layout.pieces, strict=True):
             own += [(length + start, length + stop) for start, stop in theirs]
         length += layout.length

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..communicator import Communicator
 from .collectives import tracks_gradients
 from .ranges import SequenceLayout
+from .sizes import agree
 
 
 def gather_parts(x: torch.Tensor, sizes: Sequence[int], communicator: Communicator, dim: int = 0) -> torch.Tensor:
@@ -21,6 +22,8 @@ def gather_parts(x: torch.Tensor, sizes: Sequence[int], communicator: Communicat
 
     With gradients: for a use that is the same on every rank, as `sum_over_ranks`.
     """
+    agree("sizes of parts", len(sizes), communicator.size)
+    agree(f"dimension {dim} of the part of rank {communicator.rank}", x.shape[dim], sizes[communicator.rank])
     if communicator.size == 1:
         return x
     if not tracks_gradients(x):
@@ -46,6 +49,8 @@ def restored_order(layout: SequenceLayout, device: torch.device | None = None) -
 
 def scatter_sequence(x: torch.Tensor, layout: SequenceLayout, communicator: Communicator, dim: int = 0) -> torch.Tensor:
     """[.., L, ..], the same on every rank -> [.., n, ..]: this rank's positions. Gradients come back whole."""
+    agree("ranks of the layout", len(layout.pieces), communicator.size)
+    agree(f"dimension {dim} of the sequence", x.shape[dim], layout.length)
     if communicator.size == 1 or not tracks_gradients(x):
         return x.index_select(dim, own_positions(layout, communicator.rank, x.device))
     return _ScatterSequence.apply(x, layout, communicator, dim)  # type: ignore[return-value]

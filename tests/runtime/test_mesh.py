@@ -1,7 +1,7 @@
 """The mesh: which sizes make one, and that it uses and leaves alone what was there before it.
 
-Guards against meshes that are not rectangular, groups that outlive their mesh, and a default group destroyed under its
-owner.
+Guards against meshes that are not rectangular, ranks that are left out of one without a word, groups that outlive their
+mesh, and a default group destroyed under its owner.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def test_sizes(ranks, kv_heads, asked, expected):
         (6, (None, 4), "--cp-size 4 does not divide 6 ranks"),
         (8, (2, 2), "--tp-size 2 x --cp-size 2 is 4, there are 8 ranks"),
         (4, (0, None), "--tp-size 0 does not divide"),
+        (0, (None, None), "a mesh of 0 ranks"),
     ],
 )
 def test_what_is_not_rectangular_is_refused_with_the_numbers(ranks, asked, message):
@@ -81,6 +82,23 @@ def test_beside_an_existing_process_group(world):
         assert works
 
 
+@pytest.mark.parametrize(
+    ("sizes", "backends", "message"),
+    [
+        ({"tp": 1, "cp": 1}, {}, "a mesh of tp 1 x cp 1 has 1 rank, 4 are there"),
+        ({"tp": 0, "cp": 4}, {}, "a mesh of tp 0 x cp 4 has 0 ranks, 4 are there"),
+        ({"tp": -1, "cp": -4}, {}, "a mesh of tp -1 x cp -4 has 4 ranks, 4 are there"),
+        ({"tp": 2, "cp": 2}, {"pp": "host"}, "backend 'host' is for axis 'pp', the mesh is tp 2 x cp 2"),
+    ],
+)
+def test_what_does_not_suit_the_ranks_of_torchrun_is_refused_before_they_meet(sizes, backends, message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError) as error:
+        create_mesh(sizes, torch.device("cpu"), backends=backends)
+    assert error.value.message == message
+    assert not dist.is_initialized()
+
+
 def test_one_rank_needs_no_process_group():
     mesh = create_mesh({"tp": 1, "cp": 1})
     assert (mesh.tp.size, mesh.cp.size, mesh.tp.backend) == (1, 1, "none")
@@ -91,11 +109,19 @@ def test_one_rank_needs_no_process_group():
 _PROGRAM = """
 import json, os, pathlib, sys, torch, torch.distributed as dist
 from mgtp.runtime.mesh import create_mesh, mesh_sizes
-mesh = create_mesh(mesh_sizes(int(os.environ["WORLD_SIZE"]), num_kv_heads=2), torch.device("cpu"))
-one = torch.ones(1)
-seen = [mesh.tp.rank, mesh.cp.rank, float(mesh.tp.all_reduce(one.clone())), float(mesh.cp.all_reduce(one.clone()))]
-mesh.close()
-assert not dist.is_initialized()
+from mgtp.shardplan.errors import UsageError
+sizes, cpu, one, seen = mesh_sizes(int(os.environ["WORLD_SIZE"]), num_kv_heads=2), torch.device("cpu"), torch.ones(1), []
+try:
+    create_mesh(sizes, cpu, backends={"cp": "nccl"})
+    sys.exit("not refused")
+except UsageError:
+    assert not dist.is_initialized()
+for _ in range(2):  # the second must not meet what the first has left in torchrun's store
+    mesh = create_mesh(sizes, cpu)
+    sums = [float(mesh.tp.all_reduce(one.clone())), float(mesh.cp.all_reduce(one.clone()))]
+    seen.append([mesh.tp.rank, mesh.cp.rank, *sums])
+    mesh.close()
+    assert not dist.is_initialized()
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(seen))
 """
 
@@ -107,4 +133,4 @@ def test_under_torchrun(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     subprocess.run([*torchrun, str(program), str(tmp_path)], check=True, timeout=120, capture_output=True)
     seen = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
-    assert seen == [[0, 0, 2, 2], [1, 0, 2, 2], [0, 1, 2, 2], [1, 1, 2, 2]]
+    assert seen == [[own] * 2 for own in ([0, 0, 2, 2], [1, 0, 2, 2], [0, 1, 2, 2], [1, 1, 2, 2])]

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgtp.runtime.parallel.attention import KeyPart, Visibility, attend
-from mgtp.runtime.parallel.ranges import SequenceLayout, head_and_tail, one_after_another
+from mgtp.runtime.parallel.ranges import SequenceLayout, even_ranges, head_and_tail, one_after_another
 from mgtp.runtime.parallel.sequence import restored_order
-from tests.parallel_jobs import attention, gradient, leaf, loss, random, there_and_back
+from tests.parallel_jobs import attention, attention_to_own_keys, gradient, leaf, loss, random, there_and_back
 
 SIZES = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.soak))
 
@@ -58,9 +58,10 @@ def test_scatter_and_gather(size, dim, world):
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None = None):
-    """Attention with sinks, in the plainest way."""
-    at = torch.arange(q.shape[-2])
-    seen = (at <= at[:, None]) & (at > at[:, None] - (window or len(at)))
+    """Attention of a sequence's last tokens with sinks, in the plainest way."""
+    at = torch.arange(k.shape[-2])
+    queries = at[len(at) - q.shape[-2] :, None]
+    seen = (at <= queries) & (at > queries - (window or len(at)))
     scores = (q @ k.unsqueeze(1).transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
     scores = torch.cat([scores, sinks[..., None, None].expand(*scores.shape[:-1], 1)], dim=-1)
     return scores.softmax(-1)[..., :-1] @ v.unsqueeze(1)
@@ -74,6 +75,7 @@ def test_attention(size, gather_bytes, world):
         (head_and_tail(13, size), 4),
         (uneven(size), 5),
         (head_and_tail(1, size), None),
+        (head_and_tail(0, size), None),
     ):
         n = layout.length
         tensors = [random(2, 3, n, 8), random(2, n, 8, seed=1), random(2, n, 8, seed=2), random(2, 3, seed=3)]
@@ -84,6 +86,21 @@ def test_attention(size, gather_bytes, world):
             torch.testing.assert_close(ours, out, rtol=1e-11, atol=1e-11)
             for own, t in zip(grads, whole, strict=True):
                 torch.testing.assert_close(own, gradient(t), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_attention_of_queries_that_every_rank_has(size, world):
+    for n, length in ((2, 13), (1, 1), (1, 3)):  # fewer keys than ranks: some have none
+        tensors = [random(2, 3, n, 8), random(2, length, 8, seed=1), random(2, length, 8, seed=2), random(2, 3, seed=3)]
+        whole = [leaf(t) for t in tensors]
+        out = reference(whole[0], whole[1], whole[2], whole[3])
+        loss(out).backward()
+        dq, dk, dv, dsinks = map(gradient, whole)
+        for rank, (ours, *grads) in enumerate(world.run(size, attention_to_own_keys, tensors)):
+            own = slice(*even_ranges(length, size)[rank])
+            torch.testing.assert_close(ours, out, rtol=1e-11, atol=1e-11)
+            for mine, expected in zip(grads, (dq, dk[..., own, :], dv[..., own, :], dsinks), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-11)
 
 
 def test_keys_in_chunks(monkeypatch):
