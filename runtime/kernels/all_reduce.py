@@ -144,11 +144,12 @@ def _all_reduce(
     for row in range(program, rows, programs):
         at = row * SIZE + columns
         inside = in_row & (at < numel)
+        # Asked for before the wait, so that it need not be waited for after it.
+        residual = tl.load(residual_ptr + at, mask=inside, other=0) if HAS_RESIDUAL else 0
         low, high, arrived = _receive(mine, count, at, inside, most, patience, WORLD, HALVES, DTYPE)
         low = _round(tl.where(arrived == 1, low, float("nan")), DTYPE)
         high = _round(tl.where(arrived == 1, high, float("nan")), DTYPE)
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + at, mask=inside, other=0)
             low = _round(low + _numbers(residual, 0, HALVES, DTYPE), DTYPE)
             high = _round(high + _numbers(residual, 1, HALVES, DTYPE), DTYPE)
         tl.store(total_ptr + at, _as_data(low, high, HALVES, DTYPE), mask=inside)
