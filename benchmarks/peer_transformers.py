@@ -62,8 +62,8 @@ def load_ours(gguf: Path, folder: Path) -> Any:
     """A single rank in this process."""
     from mgtp.runtime.communicator import SingleRank
     from mgtp.runtime.options import RankOptions
+    from mgtp.runtime.place import Place
     from mgtp.runtime.rank_worker import RankWorker
-    from mgtp.runtime.runner import Place
     from mgtp.shardplan.planner import make_plan
     from mgtp.shardplan.sources import open_source
     from mgtp.shardplan.writer import write_shards

@@ -16,8 +16,8 @@ import torch
 from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.messages import Request
 from mgtp.runtime.options import RankOptions
+from mgtp.runtime.place import Place
 from mgtp.runtime.rank_worker import RankWorker
-from mgtp.runtime.runner import Place
 from mgtp.runtime.sampling_params import SamplingParams
 
 CONFIG = Path(__file__).with_name("llama_8b.json")

@@ -17,7 +17,8 @@ from mgtp.runtime.communicator import SingleRank
 from mgtp.runtime.dummy import dummy_shard_set, random_block
 from mgtp.runtime.graphs import DecodeGraphs
 from mgtp.runtime.messages import SequenceStep, Step
-from mgtp.runtime.runner import Place, Runner
+from mgtp.runtime.place import Place
+from mgtp.runtime.runner import Runner
 from mgtp.runtime.weights import Weights
 
 CONFIG = Path(__file__).with_name("llama_8b.json")

@@ -24,8 +24,8 @@ from mgtp.runtime.engine import Engine
 from mgtp.runtime.landing import Landing
 from mgtp.runtime.messages import Request
 from mgtp.runtime.options import RankOptions
+from mgtp.runtime.place import Place
 from mgtp.runtime.rank_worker import RankWorker
-from mgtp.runtime.runner import Place
 from mgtp.runtime.sampling_params import SamplingParams
 
 waited = [0.0]

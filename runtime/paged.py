@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .batch import ForwardBatch
+from .communicator import Communicator, SingleRank
 from .kv_cache import KVCache
 from .layers.rotary import RotaryTables
 from .state_cache import StateCache
@@ -37,6 +38,7 @@ class PagedInputs:
     """Where the tokens are: each one's position and row in the block tables (int32 [T]), and the tables [R, blocks].
 
     `counters` are for the attention kernel. `angles`: cos and sin [T, d] of ropes that depend on a sequence's length.
+    `context`: the ranks that share out the cache; with several of them all tokens are whole sequences of one token.
     """
 
     positions: torch.Tensor
@@ -46,6 +48,7 @@ class PagedInputs:
     num_decode: int
     prefill: PrefillInputs | None = None
     angles: dict[Rope, torch.Tensor] = field(default_factory=dict)
+    context: Communicator = field(default_factory=SingleRank)
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,11 @@ class PagedBatch(ForwardBatch):
 
     @cached_property
     def slots(self) -> list[torch.Tensor]:  # type: ignore[override]
-        """Per group [T] int64: where each token's key and value go."""
-        size, rows = self.cache.block_size, self.paged.rows.long()
-        blocks = [table[rows, self.positions // size] for table in self.paged.tables]
-        return [block.long() * size + self.positions % size for block in blocks]
+        """Per group [T] int64: where each token's key and value go; to the scratch block where others keep them."""
+        size, rows, context = self.cache.block_size, self.paged.rows.long(), self.paged.context
+        kept = self.positions // size % context.size == context.rank
+        blocks = [table[rows, self.positions // (size * context.size)] for table in self.paged.tables]
+        return [block.long() * kept * size + self.positions % size for block in blocks]
 
     def cos_sin(self, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, d/2] of this step's positions in `dtype`, worked out once a step."""

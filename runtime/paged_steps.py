@@ -9,12 +9,12 @@ import torch
 
 from .batch import upload
 from .block_tables import BlockTables
-from .communicator import Communicator
 from .graphs import DecodeGraphs
 from .kernels.argmax import likeliest
 from .messages import SequenceStep, Step
 from .models import Model
 from .paged import PagedBatch, PagedInputs, PrefillInputs, Stores
+from .place import Place
 from .sampling import Sampled
 
 log = logging.getLogger("mgtp.runtime")
@@ -27,14 +27,12 @@ class PagedSteps:
     `last_ids` have it already.
     """
 
-    def __init__(
-        self, model: Model, stores: Stores, last_ids: torch.Tensor, max_model_len: int, communicator: Communicator
-    ) -> None:
-        self.model, self.stores, self.last_ids, self.communicator = model, stores, last_ids, communicator
+    def __init__(self, model: Model, stores: Stores, last_ids: torch.Tensor, max_model_len: int, place: Place) -> None:
+        self.model, self.stores, self.last_ids, self.place = model, stores, last_ids, place
         self.device = last_ids.device
         cache = stores.cache
-        num_slots = len(last_ids) - 1
-        self.tables = BlockTables(len(cache.groups), num_slots, -(-max_model_len // cache.block_size), self.device)
+        num_slots, span = len(last_ids) - 1, cache.block_size * place.context.size
+        self.tables = BlockTables(len(cache.groups), num_slots, -(-max_model_len // span), self.device)
         self.counters = torch.zeros(len(last_ids) * cache.max_heads, dtype=torch.int32, device=self.device)
         self.varying = [rope for rope in stores.rotary.tables if rope.depends_on_length]
         self.graphs: DecodeGraphs | None = None
@@ -68,12 +66,13 @@ class PagedSteps:
 
         And the likeliest tokens, which become the rows' last ones.
         """
-        paged = PagedInputs(positions, rows, self.tables.groups, self.counters, len(rows), angles=angles)
+        where = positions, rows, self.tables.groups, self.counters, len(rows)
+        paged = PagedInputs(*where, angles=angles, context=self.place.context)
         ids = self.last_ids[rows.long()]
         logits = self.model(PagedBatch(ids, paged, [1] * len(rows), slice(None), self.stores))
         ids, failed = likeliest(logits, rows, self.last_ids)  # type: ignore[call-arg]
-        if self.communicator.size > 1:
-            ids = self.communicator.broadcast(ids)
+        if self.place.num_ranks > 1:
+            ids = self.place.broadcast(ids)
             self.last_ids.index_copy_(0, rows.long(), ids)
         return logits, Sampled(ids, failed)
 
@@ -97,7 +96,7 @@ class PagedSteps:
         angles = {rope: self.stores.rotary.joined_rows(rope, positions, lengths) for rope in self.varying}
         paged = PagedInputs(
             positions, rows, self.tables.groups, self.counters, len(single),
-            PrefillInputs(first_tokens, table_rows, kv_lens, longest) if many else None, angles,
+            PrefillInputs(first_tokens, table_rows, kv_lens, longest) if many else None, angles, self.place.context,
         )  # fmt: skip
         token_ids = torch.where(ids < 0, self.last_ids[rows.long()], ids)
         return PagedBatch(token_ids, paged, [s.num_tokens for s in ordered], logit_rows.long(), self.stores)

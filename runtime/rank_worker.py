@@ -34,9 +34,10 @@ from .messages import (
     Stop,
     Tokens,
 )
+from .place import Place
 from .rank_link import RankLink
 from .rank_measures import answer
-from .runner import Place, Runner
+from .runner import Runner
 from .scheduler import Scheduler
 from .self_test import check_collectives, unequal_memory
 from .weights import Weights, map_file, read_to_device

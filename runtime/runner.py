@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from ..shardplan.config import ModelConfig
 from ..shardplan.plan import ShardPlan
 from .batch import ForwardBatch, upload
-from .communicator import Communicator, SingleRank
 from .context_batch import context_batch, shared_last
 from .kernels import use_kernels
 from .kv_cache import KVCache
@@ -20,25 +18,13 @@ from .layers.rotary import RotaryTables
 from .messages import SequenceStep, Step
 from .models import build_model
 from .paged import Stores
+from .place import Place
 from .sampling import Sampled
 from .state_cache import StateCache
 from .weights import TORCH_DTYPE, Weights
 
 if TYPE_CHECKING:
     from .paged_steps import PagedSteps
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank computes: its device, and its communicators on the tp and the cp axis."""
-
-    device: torch.device
-    communicator: Communicator
-    context: Communicator = field(default_factory=SingleRank)
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of the first of all ranks, in place."""
-        return self.communicator.broadcast(self.context.broadcast(tensor))
 
 
 class Runner:
@@ -51,6 +37,8 @@ class Runner:
         self.model = build_model(LayerBuilder(model, self.axes, weights, place.communicator))
         self.cache: KVCache | None = None
         self.paged_steps: PagedSteps | None = None
+        # The likeliest tokens after the last step, where all ranks have them already: there is no need to settle then.
+        self.likeliest: Sampled | None = None
 
     def allocate(self, num_blocks: list[int], block_size: int, max_num_seqs: int, max_model_len: int) -> None:
         """Make the KV cache, the recurrent states and the tables whose size depends on the context length."""
@@ -61,16 +49,16 @@ class Runner:
         ropes = {layer.attention.rope for layer in self.config.layers if layer.attention is not None}
         self.rotary = RotaryTables(ropes, max_model_len, device)
         self.last_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        if self.place.context.size == 1 and use_kernels(torch.empty(0, dtype=self.dtype, device=device)):
+        if use_kernels(torch.empty(0, dtype=self.dtype, device=device)):
             from .paged_steps import PagedSteps
 
             stores = Stores(self.cache, self.states, self.rotary)
-            self.paged_steps = PagedSteps(self.model, stores, self.last_ids, max_model_len, self.place.communicator)
+            self.paged_steps = PagedSteps(self.model, stores, self.last_ids, max_model_len, self.place)
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Record decode steps as graphs, where kernels run them and every collective can be recorded."""
-        if self.paged_steps is not None and self.place.communicator.capturable:
+        if self.paged_steps is not None and self.place.capturable:
             self.paged_steps.capture()
 
     def close(self) -> None:
@@ -82,14 +70,16 @@ class Runner:
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """Run a step: the logits [L, V] of the tokens where they are wanted, or of every token."""
         self.states.clear([s.slot for s in step.sequences if s.start == 0])
-        if self.paged_steps is not None:
-            return self.paged_steps.forward(step, all_logits)
+        if self.paged_steps is not None and self._suits_kernels(step):
+            logits = self.paged_steps.forward(step, all_logits)
+            self.likeliest = self.paged_steps.likeliest
+            return logits
+        self.likeliest = None
         return self.model(self._batch(step, all_logits))
 
-    @property
-    def likeliest(self) -> Sampled | None:
-        """The likeliest tokens after the last step, where all ranks have them already; then there is no need to settle."""
-        return None if self.paged_steps is None else self.paged_steps.likeliest
+    def _suits_kernels(self, step: Step) -> bool:
+        """Where ranks share out the cache, only tokens that all of them compute."""
+        return self.place.context.size == 1 or all(s.num_tokens == 1 for s in step.sequences)
 
     @torch.inference_mode()
     def settle(self, step: Step, sampled: torch.Tensor | None) -> torch.Tensor:

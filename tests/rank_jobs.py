@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mgtp.runtime.communicator import Communicator, GroupCommunicator, SingleRank
 from mgtp.runtime.messages import Request, SequenceStep, Step, Stop
 from mgtp.runtime.options import RankOptions
+from mgtp.runtime.place import Place
 from mgtp.runtime.rank_worker import RankWorker
-from mgtp.runtime.runner import Place
 from mgtp.runtime.sampling_params import SamplingParams
 from tests.world import MeshRanks
 

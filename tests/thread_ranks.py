@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from mgtp.runtime.cache_layout import cache_groups
 from mgtp.runtime.messages import SequenceStep, Step
-from mgtp.runtime.runner import Place, Runner
+from mgtp.runtime.place import Place
+from mgtp.runtime.runner import Runner
 from mgtp.runtime.weights import TORCH_DTYPE, Weights
 from mgtp.shardplan.families import parse_config
 from mgtp.shardplan.plan import RankPlan, effective_model

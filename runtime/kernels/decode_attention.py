@@ -5,6 +5,9 @@ program of a head to finish adds up the splits, in their order, so the result do
 With `qkv` the program also norms and rotates its queries, and the last split the new key, which it writes to the
 cache: the step needs no kernel of its own for that.
 
+Where ranks share out the cache (runtime/context_batch.py), a rank finds what its part gives, and `merged` makes one
+result of what all ranks have found.
+
 Online softmax: Milakov and Gimelshein 2018; flash-decoding: Dao et al. 2023. Exponents are to base 2.
 """
 
@@ -44,6 +47,24 @@ class Softmax:
     sinks: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class CachePart:
+    """Of runs of S positions that `ranks` ranks take in turn, those that `rank` keeps."""
+
+    rank: int
+    ranks: int
+
+
+WHOLE = CachePart(0, 1)
+
+
+@triton.jit
+def _kept_before(position, rank, RANKS: tl.constexpr, SIZE: tl.constexpr):
+    """How many of the tokens before `position` a rank keeps: it does so without gaps."""
+    beyond = position % (SIZE * RANKS) - rank * SIZE
+    return position // (SIZE * RANKS) * SIZE + tl.minimum(tl.maximum(beyond, 0), SIZE)
+
+
 @triton.jit
 def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
     """Raw dot products to exponents of two: scaled, and capped as cap * tanh(s / cap) (Gemma 2)."""
@@ -53,15 +74,15 @@ def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window"],
+    do_not_specialize=["table_stride", "window", "rank"],
     do_not_specialize_on_alignment=["tables", "rows", "positions"],  # parts of larger tensors, at any place
 )
 def _decode_attention(
     q_ptr, k_cache, v_cache, tables, rows, positions, out_ptr, partial, stats, counters,
-    cos_sin, q_weight, k_weight, q_eps, k_eps, sinks, q_stride, table_stride, scale, cap, window,
+    cos_sin, q_weight, k_weight, q_eps, k_eps, sinks, q_stride, table_stride, scale, cap, window, rank,
     KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, G_DOT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    FUSED: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TOKEN: tl.constexpr,
+    RANKS: tl.constexpr, FUSED: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TOKEN: tl.constexpr,
     HEAD_NORM: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -85,6 +106,9 @@ def _decode_attention(
     # Cached keys [low, high), without the new one when it is still to be written; this split's part [begin, end).
     high = position + (0 if FUSED else 1)
     low = tl.maximum(position + 1 - window, 0) if WINDOWED else 0
+    if RANKS > 1:
+        high = _kept_before(high, rank, RANKS, SIZE)
+        low = _kept_before(low, rank, RANKS, SIZE) if WINDOWED else 0
     share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), 16) * 16
     begin = low + split * share
     end = tl.minimum(begin + share, high)
@@ -115,12 +139,15 @@ def _decode_attention(
         highest = new_highest
 
     if FUSED:
-        if split == SPLITS - 1:
+        new_here = split == SPLITS - 1
+        if RANKS > 1:
+            new_here = new_here & (position // SIZE % RANKS == rank)
+        if new_here:
             one = tl.arange(0, 1)
             k = load_rotated(start + (KV * G + head) * D + one, one == 0, angles, k_weight, k_eps, D, D_PAD, ROT,
                              INTERLEAVED, HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
             v = tl.load(start + (KV * G + KV + head) * D + d, mask=d < D, other=0.0)
-            block = tl.load(table + position // SIZE)
+            block = tl.load(table + position // (SIZE * RANKS))
             slot = ((block.to(tl.int64) * SIZE + position % SIZE) * KV + head) * D
             tl.store(k_cache + slot + one[:, None] + d[None, :], k.to(dtype), mask=(d < D)[None, :])
             tl.store(v_cache + slot + d, v.to(dtype), mask=d < D)
@@ -133,15 +160,14 @@ def _decode_attention(
             highest = new_highest
 
     start_dependents_late(PDL)
-    out_at = out_ptr + s.to(tl.int64) * (KV * G * D) + heads[:, None] * D + d[None, :]
-    out_mask = (g < G)[:, None] & (d < D)[None, :]
     if SPLITS == 1:
         if SINKS:
             sink = tl.load(sinks + heads, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
             new_highest = tl.maximum(highest, sink)
             acc = acc * tl.exp2(highest - new_highest)[:, None]
             total = total * tl.exp2(highest - new_highest) + tl.exp2(sink - new_highest)
-        tl.store(out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
+            highest = new_highest
+        _store_found(out_ptr, s, head, acc, highest, total, KV, G, G_DOT, D, D_PAD, RANKS)
     else:
         unit = s * KV + head
         part = (unit * SPLITS + split).to(tl.int64) * G_PAD
@@ -151,7 +177,8 @@ def _decode_attention(
         tl.store(partial + (part + g)[:, None] * D_PAD + d[None, :], acc, mask=keep[:, None] & (d >= 0)[None, :])
         tl.debug_barrier()  # every thread's part is written before one of them counts this program as done
         if tl.atomic_add(counters + unit, 1, sem="acq_rel") == SPLITS - 1:
-            _add_up_splits(out_ptr, partial, stats, sinks, s, head, KV, G, G_PAD, D, D_PAD, SPLITS, SPLITS_PAD, SINKS)
+            _add_up_splits(out_ptr, partial, stats, sinks, s, head, KV, G, G_PAD, D, D_PAD, SPLITS, SPLITS_PAD, RANKS,
+                           SINKS)  # fmt: skip
             tl.store(counters + unit, 0)
 
 
@@ -159,7 +186,7 @@ def _decode_attention(
 def _add_up_splits(
     out_ptr, partial, stats, sinks, s, head,
     KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one sequence and kv head; reads past L1, which may hold another layer's parts."""
     i, g, d = tl.arange(0, SPLITS_PAD), tl.arange(0, G_PAD), tl.arange(0, D_PAD)
@@ -171,20 +198,53 @@ def _add_up_splits(
     if SINKS:
         sink = tl.load(sinks + head * G + g, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(top, sink)
-    weights = tl.exp2(highest - top[None, :])
+    # A rank may keep nothing of a sequence: subtract 0 instead of -inf.
+    base = tl.where(top == float("-inf"), 0.0, top) if RANKS > 1 else top
+    weights = tl.exp2(highest - base[None, :])
     whole = tl.sum(weights * total, 0)
     if SINKS:
-        whole += tl.exp2(sink - top)
+        whole += tl.exp2(sink - base)
     parts = tl.load(partial + part[:, :, None] * D_PAD + d[None, None, :], mask=mask[:, :, None] & (d >= 0)[None, None, :],
                     other=0.0, cache_modifier=".cg")  # fmt: skip
-    out = tl.sum(parts * weights[:, :, None], 0) / whole[:, None]
-    out_at = out_ptr + s.to(tl.int64) * (KV * G * D) + (head * G + g)[:, None] * D + d[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+    _store_found(out_ptr, s, head, tl.sum(parts * weights[:, :, None], 0), top, whole, KV, G, G_PAD, D, D_PAD, RANKS)
+
+
+@triton.jit
+def _store_found(
+    out_ptr, s, head, acc, highest, total,
+    KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """acc / total; of several ranks also the logarithm of the sum of exponentials, behind it."""
+    g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
+    width = D + 1 if RANKS > 1 else D
+    at = out_ptr + s.to(tl.int64) * (KV * G * width) + (head * G + g) * width
+    if RANKS > 1:
+        tl.store(at + D, tl.where(total > 0.0, highest + tl.log2(total), float("-inf")), mask=g < G)
+        total = tl.where(total > 0.0, total, 1.0)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(at[:, None] + d[None, :], out, mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _merge(
+    found_ptr, out_ptr, heads, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    start_dependents(PDL)
+    wait_for_inputs(PDL)
+    rank, d = tl.arange(0, RANKS_PAD), tl.arange(0, D_PAD)
+    at = found_ptr + (rank * heads + tl.program_id(0)).to(tl.int64) * (D + 1)
+    lse = tl.load(at + D, mask=rank < RANKS, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    found = tl.load(at[:, None] + d[None, :], mask=(rank < RANKS)[:, None] & (d < D)[None, :], other=0.0)
+    out = tl.sum(found * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 MAX_SPLITS = 32
 
 _kernel = Kernel(_decode_attention)
+_merge_kernel = Kernel(_merge)
 
 
 def choose_tiling(units: int, wide: int, itemsize: int, processors: int) -> tuple[int, tuple[int, int, int]]:
@@ -217,6 +277,7 @@ def decode_attention(
     rotation: Rotation | None = None,
     norms: tuple[HeadNorm, HeadNorm] | None = None,
     *,
+    part: CachePart = WHOLE,
     splits: int = 0,
     tiling: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -226,6 +287,9 @@ def decode_attention(
     Without a rotation `q` is [S, kv*G, D], ready, and its key is in the cache. With one `q` is the projection
     [S, (kv*G + 2 kv) * D], and the new key and value are written too. `counters` int32, at least S*kv, all zero, and
     left so; it may be shared by all layers. `tiling`: keys at a time, warps, pipeline stages.
+
+    Of a `part` that is not all: float32 [S, kv*G, D + 1], what this rank's keys give and the logarithm to base 2 of the
+    sum of their exponentials, for `merged`. One rank only may have the sinks.
     """
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
@@ -233,7 +297,10 @@ def decode_attention(
     q = q if fused else q.reshape(count, -1)
     groups = q.shape[1] // dim // kv - (2 if fused else 0)
     pad, wide = power_of_2(groups), power_of_2(dim)
-    out = q.new_empty((count, kv * groups * dim))
+    if part.ranks > 1:
+        out = q.new_empty((count, kv * groups, dim + 1), dtype=torch.float32)
+    else:
+        out = q.new_empty((count, kv * groups * dim))
     if splits == 0:
         splits, tiling = choose_tiling(count * kv, wide, q.element_size(), num_processors(q.device))
         tiling = tiling if takes_large_tiles(q.device) else (32, 4, 2)
@@ -246,11 +313,12 @@ def decode_attention(
         (
             q, k_cache, v_cache, table, rows, positions, out, partial, stats, counters,
             cos_sin, *norm_arguments(norms, cos_sin), cos_sin if softmax.sinks is None else softmax.sinks,
-            q.stride(0), table.stride(0), softmax.scale, softmax.cap, softmax.window,
+            q.stride(0), table.stride(0), softmax.scale, softmax.cap, softmax.window, part.rank,
         ),
         {
             "KV": kv, "G": groups, "G_PAD": pad, "G_DOT": max(16, pad), "D": dim, "D_PAD": wide, "SIZE": size,
-            "BLOCK": block, "INDEX": index_type(k_cache), "SPLITS": splits, "SPLITS_PAD": power_of_2(splits), "FUSED": fused,
+            "BLOCK": block, "INDEX": index_type(k_cache), "SPLITS": splits, "SPLITS_PAD": power_of_2(splits),
+            "RANKS": part.ranks, "FUSED": fused,
             "ROT": rotation.cos_sin.shape[1] if rotation is not None else 0,
             "INTERLEAVED": rotation is not None and rotation.interleaved,
             "BY_TOKEN": rotation is not None and rotation.by_token, **norm_flags(norms),
@@ -260,4 +328,13 @@ def decode_attention(
         warps=warps,
         stages=stages,
     )  # fmt: skip
+    return out
+
+
+def merged(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[S, heads*D] of what every rank has found, float32 [ranks, S, heads, D + 1]."""
+    ranks, count, heads, width = found.shape
+    out = torch.empty((count, heads * (width - 1)), dtype=dtype, device=found.device)
+    sizes = {"RANKS": ranks, "RANKS_PAD": power_of_2(ranks), "D": width - 1, "D_PAD": power_of_2(width - 1)}
+    _merge_kernel((count * heads,), (found, out, count * heads), sizes, warps=1)
     return out

@@ -5,10 +5,12 @@ Shapes: T tokens, q and kv the heads of this rank, D head dimension.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...shardplan.config import Attention as AttentionConfig
-from ..kernels.decode_attention import Softmax, decode_attention
+from ..kernels.decode_attention import CachePart, Softmax, decode_attention, merged
 from ..kernels.prefill_attention import prefill_attention
 from ..kernels.rotary import HeadNorm, Rotation, rotate_and_write
 from ..paged import PagedBatch
@@ -58,7 +60,13 @@ class PagedAttention:
         keys, values, group = batch.cache.layer(self.index)
         paged, count = batch.paged, q.shape[0]
         at = (paged.rows[:count], paged.positions[:count], paged.counters)
-        return decode_attention(q, (keys, values), paged.tables[group], *at, self.softmax, rotation, norms)
+        places = (q, (keys, values), paged.tables[group], *at)
+        context = paged.context
+        if context.size == 1:
+            return decode_attention(*places, self.softmax, rotation, norms)
+        softmax = self.softmax if context.rank == 0 else replace(self.softmax, sinks=None)
+        part = CachePart(context.rank, context.size)
+        return merged(context.all_gather(decode_attention(*places, softmax, rotation, norms, part=part)), q.dtype)
 
     def _prefill(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """The sequences of several tokens."""

@@ -55,8 +55,8 @@ def rank_logits(shard_set: str, prompt: list[int]) -> torch.Tensor:
     """[T, V] of a single rank on the GPU, in this process."""
     from mgtp.runtime.communicator import SingleRank
     from mgtp.runtime.options import RankOptions
+    from mgtp.runtime.place import Place
     from mgtp.runtime.rank_worker import RankWorker
-    from mgtp.runtime.runner import Place
     from tests.rank_jobs import GroupLink, prompt_step
 
     worker = RankWorker(GroupLink(SingleRank(), RankOptions(shard_set, 1, "cuda", [0], max_model_len=2048)))  # type: ignore[arg-type]

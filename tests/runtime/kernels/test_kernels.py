@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -91,6 +93,15 @@ class Case:
         """All keys or values of sequence s, [tokens, kv, D]."""
         return self.cache[which][self.table[self.rows[s]].long()].flatten(0, 1)
 
+    def share(self, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache of one of several ranks that take blocks in turn."""
+        caches = self.cache[0].clone(), self.cache[1].clone()
+        for row in self.table.long():
+            own = row[rank::ranks]
+            for mine, whole in zip(caches, self.cache, strict=True):
+                mine[row[: len(own)]] = whole[own]
+        return caches
+
     def int32(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
@@ -163,6 +174,35 @@ def test_decode_attention(device, kind, options, extras, splits, fused):
         references.attention(q[s], case.cached(0, s), case.cached(1, s), softmax, p) for s, p in enumerate(positions)
     ]
     close(out, torch.stack(expected).flatten(1), kind)
+
+
+@TYPES
+@CASES
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_decode_attention_over_a_shared_cache(device, kind, options, extras, splits, fused):
+    """Three ranks, of which some keep nothing of a short sequence: merged, what one rank finds in all of it."""
+    from mgtp.runtime.kernels.decode_attention import CachePart, decode_attention, merged
+
+    case = Case(kind, device, **options)
+    softmax, ranks, size = softmax_of(case, extras), 3, case.cache[0].shape[1]
+    positions = [n - 1 for n in case.lengths]
+    fields = case.kv * (case.groups + (2 if fused else 0))
+    q = random(3, fields * case.dim, kind=kind, device=device)
+    rotation = (case.rotation, case.norms) if fused else ()
+    caches = [case.share(rank, ranks) for rank in range(ranks)]
+    places = (case.table, case.rows, case.int32(positions), case.counters)
+    found = [
+        decode_attention(q, cache, *places, replace(softmax, sinks=softmax.sinks if rank == 0 else None), *rotation,
+                         part=CachePart(rank, ranks), splits=splits)
+        for rank, cache in enumerate(caches)
+    ]  # fmt: skip
+    expected = decode_attention(q, case.cache, *places, softmax, *rotation, splits=splits)
+    close(merged(torch.stack(found), q.dtype), expected, kind)
+    for s, p in enumerate(positions):
+        block = case.table[case.rows[s], p // (size * ranks)]
+        keys = caches[p // size % ranks][0][block, p % size]
+        close(keys, case.cached(0, s)[p], kind)
 
 
 @TYPES

@@ -25,8 +25,11 @@ def test_mixed_requests(name, recipe_checkpoint, sharded):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma4_e"])
-def test_context_ranks_prefill_by_the_kernel(name, world, recipe_checkpoint, sharded):
-    """A prompt in one piece and in several: new keys as they are, and earlier ones gathered from all ranks' caches."""
+def test_context_ranks(name, world, recipe_checkpoint, sharded):
+    """A prompt in one piece and in several: new keys as they are, and earlier ones gathered from all ranks' caches.
+
+    What follows is decoded over what each rank keeps.
+    """
     folder, prompt = recipe_checkpoint(name), recipe_prompt(37)
     want = reference_greedy(load_reference(str(folder)), prompt, 3)
     for most in (64, 10):
