@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from mgtp.runtime.mesh import create_mesh
 HIDDEN = 1024
 BATCHES = (1, 2, 4, 8, 12, 16, 32, 64)
 REPLAYS = 10
+HAMMER_REPLAYS = 4000  # of 16 sums
 
 
 def with_oneshot(world: Communicator, devices: list[int], job: Callable[[OneShotCommunicator], Any]) -> Any:
@@ -123,6 +125,43 @@ def replays(world: Communicator, devices: list[int]) -> None:
                 expected = float32_sum(tensors).bfloat16()
                 assert torch.equal(total, expected), (batch, seed)
                 assert torch.equal(twice, expected + expected), (batch, seed)
+
+    with_oneshot(world, devices, job)
+
+
+def hammer(world: Communicator, devices: list[int]) -> None:
+    """Many sums one right after another, by ranks that are out of step at random, every one of them checked.
+
+    Guards against packets that are overwritten before they are read, or taken for those of another call.
+    """
+    shared = len(set(devices)) < len(devices)  # ranks that share a GPU wait for their turn at every sum
+
+    def job(c: OneShotCommunicator) -> None:
+        generator = torch.Generator("cuda").manual_seed(7)  # every rank knows what all ranks add
+        sizes = (1, 64, 2, 128, 16, 1, 5, 32)
+        adds = [torch.randn(c.size, n, HIDDEN, device="cuda", generator=generator).bfloat16() for n in sizes]
+        states, weight = [a.clone() for a in adds], torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+        def step() -> None:
+            for state, add in zip(states, adds, strict=True):
+                expected = float32_sum(list(state)).bfloat16()
+                total = c.all_reduce(state[c.rank])
+                twice = c.all_reduce_add_rms_norm(state[c.rank], total, weight, 1e-5, False, True)[1]
+                wrong.add_((total != expected).sum() + (twice != expected + expected).sum())
+                state.copy_(expected * 0.5 + add)
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            step()
+        delays = random.Random(c.rank)
+        for _ in range(10 if shared else HAMMER_REPLAYS):
+            torch.cuda._sleep(delays.choice((0, 0, 1000, 100_000)))  # type: ignore[no-untyped-call]
+            graph.replay()
+        assert wrong.item() == 0
+        graph.reset()
 
     with_oneshot(world, devices, job)
 

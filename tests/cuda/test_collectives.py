@@ -22,7 +22,7 @@ PLACES = [
     pytest.param([0, 0, 0, 0], id="4 ranks share a GPU"),
     pytest.param([0, 1], id="2 GPUs"),
 ]
-JOBS = (jobs.sums, jobs.fused, jobs.replays)
+JOBS = (jobs.sums, jobs.fused, jobs.replays, jobs.hammer)
 
 
 @pytest.mark.parametrize("devices", PLACES)
