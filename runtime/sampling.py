@@ -6,6 +6,8 @@ A draw depends on its own logits, options, seed and position alone: neither on t
 drawn before, so a preempted request comes back to the same tokens. The random number picks a token by inverse CDF in
 the order of token ids. Sorted by probability instead, two nearly equal tokens that rounding swaps (another tensor
 parallel size is enough) would exchange large stretches of the unit interval.
+
+On a GPU a few kernels do what is written here (kernels/draw.py, kernels/edges.py): the same numbers, with the same sums.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from .philox import uniform
 from .sampling_params import SamplingParams
 
 MAX_ELEMENTS = 1 << 23
-"""Logits that are drawn from at once; at most some 60 bytes of working memory each."""
+"""Logits that torch's operations draw from at once; at most some 60 bytes of working memory each."""
 
 _AHEAD = 16  # steps
 _MAX_CANDIDATES = 1024  # up to here selecting the largest logits is cheaper than sorting all
@@ -98,7 +100,9 @@ class Sampler:
 def warm_up(logits: Tensor) -> None:
     """Draw from `logits` [S, V], and from adjusted ones, so that no request waits for kernels to be compiled."""
     for bias in ({}, {0: 0.0}):
-        Sampler().sample(logits, [SamplingParams(seed=0, logit_bias=bias)] * len(logits), [0] * len(logits))
+        for top_p in (1.0, 0.5):
+            params = SamplingParams(seed=0, logit_bias=bias, top_p=top_p)
+            Sampler().sample(logits, [params] * len(logits), [0] * len(logits))
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,16 +179,24 @@ class _Draws:
             randoms = self._randoms_ahead(positions[self._rows])
         else:
             randoms = uniform(self._seeds, positions if self._all else positions[self._index])
-        if use_kernels(logits) and not self._num_candidates:
-            from .kernels.draw import draw
-
-            draw(logits, greedy_ids, self._index, randoms, self._temperature, self._min_weight)
+        if use_kernels(logits):
+            self._launch(logits, greedy_ids, randoms)
             return greedy_ids
         logits = logits if self._all else logits[self._index]
         step = max(1, MAX_ELEMENTS // logits.shape[-1])
         blocks = [slice(start, start + step) for start in range(0, len(logits), step)]
         ids = torch.cat([pick(self._weights(logits[rows], rows), randoms[rows]) for rows in blocks])
         return ids if self._all else greedy_ids.index_copy(0, self._index, ids)
+
+    def _launch(self, logits: Tensor, ids: Tensor, randoms: Tensor) -> None:
+        """The same by a few kernels, in place."""
+        from .kernels.draw import draw
+        from .kernels.edges import find_edges
+
+        edges = None
+        if self._num_candidates:
+            edges = find_edges(logits, ids, self._index, self._temperature, self._top_k, self._top_p)
+        draw(logits, ids, self._index, randoms, self._temperature, self._min_weight, edges)
 
     def _randoms_ahead(self, positions: Tensor) -> Tensor:
         """`uniform` [R] for positions on the host, made there, for some steps at once.

@@ -18,12 +18,22 @@ from . import INTERPRETED
 from .argmax import counters
 from .launch import Kernel, cdiv, power_of_2, start_dependents, wait_for_inputs
 
-BLOCK = 4096
+BLOCK = 2048
+LIBRARY = not INTERPRETED
+"""Whether exp() is the library's; the interpreter has numpy's alone."""
 
 
 @triton.jit
-def weigh(scaled, LIBRARY: tl.constexpr):
-    """int64: exp in units of 2**-40, as `sampling.weigh` does; the interpreter has numpy's exp alone."""
+def keys_of(row_ptr, at, V, top, temperature):
+    """int32: how far the tokens `at` lie below the likeliest, at their temperature: a float's bits, in its order."""
+    x = tl.load(row_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    return tl.abs(tl.div_rn(x - top, temperature)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def weigh(keys, LIBRARY: tl.constexpr):
+    """int64: the likelihood in units of 2**-40 of the likeliest token's, as `sampling.weigh` has it."""
+    scaled = -keys.to(tl.float32, bitcast=True)
     if LIBRARY:
         likelihood = libdevice.exp(scaled)
     else:
@@ -32,19 +42,15 @@ def weigh(scaled, LIBRARY: tl.constexpr):
 
 
 @triton.jit
-def _weights(row_ptr, at, V, top, temperature, min_weight, LIBRARY: tl.constexpr):
-    """int64: the weights of the tokens `at`, 0 from V on and below `min_weight`."""
-    x = tl.load(row_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
-    weights = weigh(tl.div_rn(x - top, temperature), LIBRARY)
-    return tl.where((weights >= min_weight) & (at < V), weights, 0)
-
-
-@triton.jit
 def _draw(
-    logits_ptr, ids_ptr, rows_ptr, randoms_ptr, temperatures, min_weights, sums, counters, V,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, LIBRARY: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, ids_ptr, rows_ptr, randoms_ptr, temperatures, min_weights, edges, num_kept, sums, equals, counters, V,
+    FILTERED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    LIBRARY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and BLOCK of its tokens: their sum. The last program of a row to finish finds the token."""
+    """One row and BLOCK of its tokens: their sum. The last program of a row to finish finds the token.
+
+    FILTERED: tokens whose key is below the row's edge are drawn, and the first `num_kept` of those that equal it.
+    """
     start_dependents(PDL)
     wait_for_inputs(PDL)
     r, split = tl.program_id(0), tl.program_id(1)
@@ -53,19 +59,42 @@ def _draw(
     top = tl.load(row_ptr + tl.load(ids_ptr + s)).to(tl.float32)
     temperature, min_weight = tl.load(temperatures + r), tl.load(min_weights + r)
     at = split * BLOCK + tl.arange(0, BLOCK)
-    total = tl.sum(_weights(row_ptr, at, V, top, temperature, min_weight, LIBRARY), 0)
-    tl.store(sums + r * SPLITS + split, total)
+    keys = keys_of(row_ptr, at, V, top, temperature)
+    weights = weigh(keys, LIBRARY)
+    weights = tl.where((weights >= min_weight) & (at < V), weights, 0)
+    if FILTERED:
+        edge = tl.load(edges + r)
+        weights = tl.where(keys < edge, weights, 0)
+        tl.store(equals + r * SPLITS + split, tl.sum(((keys == edge) & (at < V)).to(tl.int32), 0))
+    tl.store(sums + r * SPLITS + split, tl.sum(weights, 0))
     tl.debug_barrier()
     if tl.atomic_add(counters + r, 1, sem="acq_rel") == SPLITS - 1:
         i = tl.arange(0, SPLITS_PAD)
         parts = tl.load(sums + r * SPLITS + i, mask=i < SPLITS, other=0, cache_modifier=".cg")
+        kept = tl.zeros_like(i)
+        if FILTERED:
+            edge, equal = (
+                tl.load(edges + r),
+                tl.load(equals + r * SPLITS + i, mask=i < SPLITS, other=0, cache_modifier=".cg"),
+            )
+            weight = weigh(edge, LIBRARY)
+            kept = tl.load(num_kept + r) - (tl.cumsum(equal, 0) - equal)
+            kept = tl.minimum(tl.maximum(kept, 0), equal)
+            parts += kept * tl.where(weight >= min_weight, weight, 0)
         total = tl.sum(parts, 0)
         target = tl.minimum((tl.load(randoms_ptr + r) * total.to(tl.float64)).to(tl.int64), total - 1)
         # The first place where the running sum exceeds the target: among the blocks, then in one of them.
         block = tl.min(tl.where(tl.cumsum(parts, 0) > target, i, SPLITS - 1), 0)
         target -= tl.sum(tl.where(i < block, parts, 0), 0)
         at = block * BLOCK + tl.arange(0, BLOCK)
-        weights = _weights(row_ptr, at, V, top, temperature, min_weight, LIBRARY)
+        keys = keys_of(row_ptr, at, V, top, temperature)
+        weights = weigh(keys, LIBRARY)
+        weights = tl.where((weights >= min_weight) & (at < V), weights, 0)
+        if FILTERED:
+            edge = tl.load(edges + r)
+            place = tl.cumsum((keys == edge).to(tl.int32), 0)
+            first = place <= tl.sum(tl.where(i == block, kept, 0), 0)
+            weights = tl.where((keys < edge) | ((keys == edge) & first), weights, 0)
         token = tl.min(tl.where(tl.cumsum(weights, 0) > target, at, V - 1), 0)
         tl.store(ids_ptr + s, tl.minimum(token, V - 1))
         tl.store(counters + r, 0)
@@ -81,21 +110,27 @@ def draw(
     randoms: torch.Tensor,
     temperatures: torch.Tensor,
     min_weights: torch.Tensor,
+    edges: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Replace `ids` [S] of the likeliest tokens of `logits` [S, V] by drawn ones in the rows `rows`, both int64.
 
     Of these R rows: `randoms` float64 in [0, 1), `temperatures` float32, and `min_weights` int64, in the units of
-    `weigh`, below which a token is never drawn. A row with a NaN or nothing finite gets any id below V.
+    `weigh`, below which a token is never drawn; `edges` as `edges.find_edges` returns them. A row with a NaN or
+    nothing finite gets any id below V.
     """
     count, vocab = len(rows), logits.shape[-1]
     splits = cdiv(vocab, BLOCK)
     sums = torch.empty((count, splits), dtype=torch.int64, device=logits.device)
+    equals = torch.empty((count, splits), dtype=torch.int32, device=logits.device) if edges else sums
     _kernel(
         (count, splits),
         (
-            logits.contiguous(), ids, rows, randoms, temperatures, min_weights, sums,
+            logits.contiguous(), ids, rows, randoms, temperatures, min_weights, *(edges or (sums, sums)), sums, equals,
             counters(count, logits.device), vocab,
         ),
-        {"BLOCK": BLOCK, "SPLITS": splits, "SPLITS_PAD": power_of_2(splits), "LIBRARY": not INTERPRETED},
+        {
+            "FILTERED": edges is not None, "BLOCK": BLOCK, "SPLITS": splits, "SPLITS_PAD": power_of_2(splits),
+            "LIBRARY": LIBRARY,
+        },
         warps=8,
     )  # fmt: skip
