@@ -1,12 +1,12 @@
 # pyright: basic, reportArgumentType=false, reportOptionalIterable=false
 """Times whole decode and prefill steps of the engine's runner on this GPU, with random Llama-3.1-8B weights.
 
-python benchmarks/step_timing.py [profile]
+python benchmarks/step_timing.py [--profile] [--tp N]: of one of N ranks, what it computes without its collectives.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,15 +25,26 @@ CONFIG = Path(__file__).with_name("llama_8b.json")
 SIZE, CONTEXT = 16, 640
 
 
-def make_runner(max_num_seqs: int, blocks: int) -> Runner:
-    shard_set = dummy_shard_set(CONFIG, 1)
+class Alone(SingleRank):
+    """The first of `size` ranks whose collectives take no time: the others have what it has."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[size, *tensor.shape]"""
+        return tensor.expand(self.size, *tensor.shape)
+
+
+def make_runner(max_num_seqs: int, blocks: int, tp_size: int = 1) -> Runner:
+    shard_set = dummy_shard_set(CONFIG, tp_size)
     device = torch.device("cuda", 0)
     rank = shard_set.plan.ranks[0]
     runner = Runner(
-        shard_set.model, shard_set.plan, Weights(random_block(rank, device), rank), Place(device, SingleRank())
+        shard_set.model, shard_set.plan, Weights(random_block(rank, device), rank), Place(device, Alone(tp_size))
     )
     runner.allocate([blocks], SIZE, max_num_seqs, 8192 + SIZE)
-    runner.last_ids.random_(0, 128000)
+    runner.last_ids.random_(0, 128000 // tp_size)
     return runner
 
 
@@ -47,7 +58,7 @@ def decode_step(batch: int, context: int) -> Step:
 def prefill_step(sequences: int, tokens: int) -> Step:
     per = -(-tokens // SIZE)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 128000, (sequences, tokens), generator=generator).tolist()
+    ids = torch.randint(0, 16000, (sequences, tokens), generator=generator).tolist()
     tables = [[1 + s * per + i for i in range(per)] for s in range(sequences)]
     return Step([SequenceStep(s, 0, ids[s], tokens, True, [tables[s]]) for s in range(sequences)])
 
@@ -71,7 +82,11 @@ def profile(run, label: str) -> None:
 
 @torch.inference_mode()
 def main() -> None:
-    runner = make_runner(128, 128 * 50)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tp", type=int, default=1)
+    options = parser.parse_args()
+    runner = make_runner(128, 128 * 50, options.tp)
     steps = runner.paged_steps
     assert steps is not None
     runner.forward(decode_step(1, CONTEXT))
@@ -95,7 +110,7 @@ def main() -> None:
         print(
             f"prefill {sequences} x {tokens}: {seconds(lambda s=step: runner.forward(s), 3) * 1e3:.1f} ms", flush=True
         )
-    if "profile" in sys.argv:
+    if options.profile:
         for batch in (1, 8, 32, 128):
             runner.forward(decode_step(batch, CONTEXT))
             profile(steps.graphs._graphs[batch][0].replay, f"decode batch {batch}")
