@@ -28,7 +28,7 @@ from .launching import (
 from .options import positive
 
 if TYPE_CHECKING:
-    from ..runtime.launch.bench import BenchReport
+    from ..runtime.launch.bench import BenchOptions, BenchReport
 
 
 @app.command("bench")
@@ -57,7 +57,8 @@ def bench(
     enforce_eager: EnforceEagerOption = False,
     step_timeout: StepTimeoutOption = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Also time the collectives of a decode step, on their own.")
+        bool,
+        typer.Option("--collectives", help="Also time the collectives of a decode step over tp ranks, on their own."),
     ] = False,
     cp_sizes: Annotated[
         str, typer.Option(help="Also start ranks with each of these cp sizes, such as 2,4, and time the prefills.")
@@ -72,15 +73,16 @@ def bench(
     """
     from ..runtime.launch.bench import Bench, BenchOptions
     from .console import print_json
-    from .launching import launch_options, open_set, running
+    from .launching import check_launch, launch_options, open_set, running
 
-    options = BenchOptions(_sizes(batches), _shapes(prefills), requests, prompt_tokens, output_tokens, collectives)
+    shapes, numbers, others = _shapes(prefills), _sizes(batches, "--batches"), _sizes(cp_sizes, "--cp-sizes")
+    if others and not shapes:
+        raise UsageError(f"--cp-sizes {cp_sizes!r} times prefills, there are none", "give some with --prefills")
+    options = BenchOptions(numbers, shapes, requests, prompt_tokens, output_tokens, collectives)
     shard_set = open_set(directory, tp_size, dtype, dummy=dummy_weights)
     if collectives and shard_set.plan.tp_size == 1:
-        raise UsageError("--collectives: one rank exchanges nothing", "use a shard set of several ranks")
-    others = _sizes(cp_sizes)
-    if others and not options.prefills:
-        raise UsageError(f"--cp-sizes {cp_sizes!r} times prefills, there are none", "give some with --prefills")
+        raise UsageError("--collectives times those of tp ranks, there is one", "use a shard set of several ranks")
+    _check_lengths(options, shard_set.model.max_position)
     longest = max([prompt_tokens + output_tokens, *(tokens + 1 for _, tokens in options.prefills)])
     launch = launch_options(
         ctx,
@@ -89,7 +91,7 @@ def bench(
         devices=devices,
         allow_shared_device=allow_shared_device,
         collective=collective,
-        max_model_len=min(longest, shard_set.model.max_position),
+        max_model_len=longest,
         max_num_seqs=max_num_seqs or max([requests, *options.batches, *(n for n, _ in options.prefills)]),
         max_batch_tokens=max_batch_tokens,
         kv_cache_memory=kv_cache_memory,
@@ -97,6 +99,8 @@ def bench(
         enforce_eager=enforce_eager,
         step_timeout=step_timeout,
     )
+    for size in others:  # before the first ones are measured
+        check_launch(shard_set, replace(launch, cp_size=size))
     with running(shard_set, launch) as started:
         report = Bench(started, shard_set).run(options)
     for size in others:
@@ -105,12 +109,22 @@ def bench(
     print_json(report) if as_json else _print(report)
 
 
-def _sizes(text: str) -> list[int]:
+def _check_lengths(options: BenchOptions, longest: int) -> None:
+    """Raise UsageError for requests of more tokens than the model has positions."""
+    asked = {f"--prefills {n}x{tokens} and a token of answer": tokens + 1 for n, tokens in options.prefills}
+    prompt, output = options.prompt_tokens, options.output_tokens
+    asked[f"--prompt-tokens {prompt} and --output-tokens {output}"] = prompt + output
+    for what, length in asked.items():
+        if length > longest:
+            raise UsageError(f"{what} are {length}, the model takes {longest}", "ask for fewer tokens")
+
+
+def _sizes(text: str, option: str) -> list[int]:
     """'1,8' as numbers; raises UsageError naming the part that is none."""
     parts = text.split(",") if text else []
     for part in parts:
         if not part.strip().isdecimal() or int(part) == 0:
-            raise UsageError(f"{text!r}: {part!r} is not a positive number", "give numbers such as 1,8,32")
+            raise UsageError(f"{option} {text!r}: {part!r} is not a positive number", "give numbers such as 1,8,32")
     return [int(part) for part in parts]
 
 
@@ -118,7 +132,7 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     """'1x512' as (1, 512)."""
     shapes = []
     for part in text.split(",") if text else []:
-        numbers = _sizes(part.replace("x", ","))
+        numbers = _sizes(part.replace("x", ","), "--prefills")
         if len(numbers) != 2:
             raise UsageError(f"--prefills {text!r}: {part!r} is not of the form 1x512", "give prompts x tokens")
         shapes.append((numbers[0], numbers[1]))

@@ -218,14 +218,22 @@ def _from_cache(
     return shard_set
 
 
+def check_launch(shard_set: ShardSet, options: LaunchOptions) -> None:
+    """Raise UsageError or DeviceError for ranks that cannot be started, before anything is made for each of them."""
+    from ..runtime.launch.room import check_gpus
+    from ..runtime.launch.start import check_sizes
+
+    check_sizes(shard_set, options)
+    check_gpus(shard_set, options)
+
+
 @contextmanager
 def running(shard_set: ShardSet, options: LaunchOptions) -> Iterator[StartedGroup]:
     """Ranks of `shard_set`, started with progress on stderr, and gone when the block ends."""
-    from ..runtime.launch.room import check_gpus
     from ..runtime.launch.start import start_ranks
     from ..shardplan.values import counted
 
-    check_gpus(shard_set, options)
+    check_launch(shard_set, options)
     with show_stages(shard_set.plan.tp_size * options.cp_size) as on_stage:
         started = start_ranks(shard_set, options, on_stage)
     with started.group:
@@ -239,11 +247,11 @@ def stage_logger(num_ranks: int) -> Callable[[int, str], None]:
     """A callback for stages that logs a line when the last rank has come to one."""
     from ..runtime.stages import SPAWN, position
 
-    stages = dict.fromkeys(range(num_ranks), SPAWN)
+    stages: dict[int, str] = {}
 
     def log_stage(rank: int, stage: str) -> None:
-        before = min(stages.values(), key=position)
-        stages[rank] = stage
+        before = min(stages.values(), key=position, default=SPAWN)
+        _note(stages, num_ranks, rank, stage)
         if (now := min(stages.values(), key=position)) != before:
             log.info("starting: %s", now)
 
@@ -253,7 +261,6 @@ def stage_logger(num_ranks: int) -> Callable[[int, str], None]:
 @contextmanager
 def show_stages(num_ranks: int) -> Iterator[Callable[[int, str], None]]:
     """A callback for stages: a live line on a terminal, otherwise log lines."""
-    from ..runtime.stages import SPAWN
     from .console import stderr_is_terminal
 
     if not stderr_is_terminal():
@@ -261,12 +268,21 @@ def show_stages(num_ranks: int) -> Iterator[Callable[[int, str], None]]:
         return
     from rich.console import Console
 
-    stages = dict.fromkeys(range(num_ranks), SPAWN)
+    stages: dict[int, str] = {}
     console = Console(stderr=True)
     with console.status("starting") as status:
 
         def on_stage(rank: int, stage: str) -> None:
-            stages[rank] = stage
+            _note(stages, num_ranks, rank, stage)
             status.update("starting: " + ", ".join(f"rank {r} {s}" for r, s in stages.items()))
 
         yield on_stage
+
+
+def _note(stages: dict[int, str], num_ranks: int, rank: int, stage: str) -> None:
+    """Keep the stage of one of `num_ranks`, whose number has been found possible by the time that there is news."""
+    from ..runtime.stages import SPAWN
+
+    if not stages:
+        stages |= dict.fromkeys(range(num_ranks), SPAWN)
+    stages[rank] = stage

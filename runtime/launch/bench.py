@@ -141,7 +141,9 @@ class Bench:
         ready = self.started.ready
         ceiling = self._ceiling()
         log.info("copy %.2f TB/s, product %.0f TFLOP/s", ceiling.copy_bytes_per_s / 1e12, ceiling.product_flops / 1e12)
-        self._send([(options.prompt_tokens, 8)])  # what the first request of all sets up is no one's figure
+        self._send(
+            [(options.prompt_tokens, min(8, options.output_tokens))]
+        )  # what the first request of all sets up is no one's figure
         decode = [self._decode(batch, options, ceiling) for batch in options.batches]
         prefill = [self._prefill(*shape, ceiling) for shape in options.prefills]
         load = max(r.load_seconds for r in ready)

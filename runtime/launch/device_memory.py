@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from .devices import DriverError, visible_gpus
+from .host_memory import host_free_bytes
 
 HOST = -1
 """Stands for the host's memory where GPUs are named by index."""
@@ -68,12 +67,3 @@ def _uuid(index: int) -> str | None:
         return None
     text = bytes(raw).hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
-
-
-def host_free_bytes() -> int:
-    """What processes can still take of the host's memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # macOS: the half of it
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

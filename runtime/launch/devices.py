@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from ...shardplan.errors import DeviceError, UsageError
 from ...shardplan.values import counted
+from .host_memory import host_free_bytes
+
+RANK_BYTES = 128 << 20
+"""What a rank takes of the host's memory at least, whatever its model and device: torch alone (180 MiB seen)."""
 
 _SUCCESS, _NO_DEVICE = 0, 100
 
@@ -73,8 +77,10 @@ def place_ranks(
     """Choose a device for every one of tp_size * cp_size ranks, before anything is started.
 
     Raises UsageError for an unknown device or an index that does not exist, DeviceError when there are fewer devices
-    than ranks and sharing was not allowed.
+    than ranks and sharing was not allowed, or more ranks than the host can hold.
     """
+    num_ranks = tp_size * cp_size
+    _check_host(num_ranks)
     if device not in ("auto", "cuda", "cpu"):
         raise UsageError(f"--device {device!r} is unknown", "use auto, cuda or cpu")
     if device == "cpu":
@@ -94,10 +100,19 @@ def place_ranks(
             raise UsageError(f"--devices {index} does not exist", f"valid: 0 to {len(gpus) - 1}")
     if len(set(chosen)) < len(chosen) and not allow_shared:
         raise UsageError(f"--devices {','.join(map(str, chosen))} names a device twice", "add --allow-shared-device")
-    num_ranks = tp_size * cp_size
     if len(chosen) < num_ranks and not allow_shared:
         raise _too_few(tp_size, cp_size, len(chosen), len(gpus))
     return Placement("cuda", tuple(chosen[r % len(chosen)] for r in range(num_ranks)), tuple(gpus))
+
+
+def _check_host(num_ranks: int) -> None:
+    """Raise DeviceError for more processes than the host has memory for."""
+    needed, free = num_ranks * RANK_BYTES, host_free_bytes()
+    if needed > free:
+        raise DeviceError(
+            f"{counted(num_ranks, 'rank')} need {needed} bytes of the host at least, {free} are free",
+            f"use {max(1, free // RANK_BYTES)} or fewer",
+        )
 
 
 def _too_few(tp_size: int, cp_size: int, usable: int, visible: int) -> DeviceError:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from ...shardplan.errors import CheckpointError, UsageError
 from ...shardplan.shard_set import ShardSet
 from ...shardplan.values import counted
-from ..launch.device_memory import HOST, free_bytes, host_free_bytes, total_bytes
+from ..launch.device_memory import HOST, free_bytes, total_bytes
+from ..launch.host_memory import host_free_bytes
 from ..launch.room import check_room, has_full_room, launch_for, needs
 from ..launch.start import LaunchOptions
 from .errors import ApiError, unavailable, usage_error

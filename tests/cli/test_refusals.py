@@ -76,6 +76,7 @@ def test_a_flipped_bit_in_the_weights_is_found_when_asked(tiny_checkpoint, tmp_p
     [
         (("--step-timeout", "inf"), "--step-timeout inf must be finite"),
         (("--cp-size", "99"), "--cp-size 99: 256 tokens in blocks of 16 are 16 to share out"),
+        (("--cp-size", "1000000000000"), "--cp-size 1000000000000: 256 tokens in blocks of 16 are 16 to share out"),
         (("--prompts", "", "--output", "x"), "--prompts"),
     ],
 )
@@ -84,6 +85,26 @@ def test_options_that_cannot_be(options, words, tiny_checkpoint, tmp_path, capsy
     assert main(["shard", str(tiny_checkpoint("base")), "--tp-size", "1", "--out", folder]) == 0
     capsys.readouterr()
     assert main(["generate", folder, "--device", "cpu", "--prompt", "x", *options]) == 2
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert words in error and hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "--prefills 1x512 and a token of answer are 513, the model takes 256"),
+        (("--prefills", "1x256"), "--prefills 1x256 and a token of answer are 257, the model takes 256"),
+        (("--prefills", "", "--prompt-tokens", "250"), "--prompt-tokens 250 and --output-tokens 128 are 378"),
+        (("--prefills", "1x8", "--cp-sizes", "2,0"), "--cp-sizes '2,0': '0' is not a positive number"),
+        (("--batches", "x"), "--batches 'x': 'x' is not a positive number"),
+        (("--prefills", "1x8", "--prompt-tokens", "9", "--cp-sizes", "2,99"), "--cp-size 99: 137 tokens"),
+    ],
+)
+def test_what_bench_cannot_measure_is_refused_before_ranks_start(options, words, tiny_checkpoint, tmp_path, capsys):
+    folder = str(tmp_path / "set")
+    assert main(["shard", str(tiny_checkpoint("base")), "--tp-size", "1", "--out", folder]) == 0
+    capsys.readouterr()
+    assert main(["bench", folder, "--device", "cpu", *options]) == 2
     error, hint = capsys.readouterr().err.splitlines()[-2:]
     assert words in error and hint.startswith("hint: ")
 

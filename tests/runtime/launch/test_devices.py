@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mgtp.runtime.launch import devices
-from mgtp.runtime.launch.devices import DriverError, Gpu, describe, place_ranks
+from mgtp.runtime.launch.devices import RANK_BYTES, DriverError, Gpu, describe, place_ranks
 from mgtp.shardplan.errors import DeviceError, UsageError
 
 
@@ -65,6 +65,18 @@ def test_a_device_named_twice_needs_the_flag(gpus):
     with pytest.raises(UsageError, match="names a device twice"):
         place_ranks(2, "auto", [1, 1], allow_shared=False)
     assert place_ranks(2, "auto", [1, 1], allow_shared=True).indices == (1, 1)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_more_ranks_than_the_host_can_hold_are_refused(gpus, monkeypatch, device):
+    gpus(2)
+    monkeypatch.setattr("mgtp.runtime.launch.devices.host_free_bytes", lambda: 3 * RANK_BYTES + 5)
+    assert place_ranks(1, device, None, allow_shared=True, cp_size=3)
+    with pytest.raises(DeviceError, match=r"^4 ranks need 536870912 bytes") as error:
+        place_ranks(2, device, None, allow_shared=True, cp_size=2)
+    assert error.value.hint == "use 3 or fewer"
+    with pytest.raises(DeviceError, match=r"^1000000000000 ranks"):  # nothing is made for each of them
+        place_ranks(1, device, None, allow_shared=True, cp_size=10**12)
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(gpus):
