@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """The P sequences with several new tokens: where each begins among them (int32), and the longest one's tokens."""
+    """The P sequences with several new tokens: where each begins among them (int32), and the longest one's tokens.
+
+    `whole`: nothing of any of them was cached before.
+    """
 
     starts: torch.Tensor  # [P + 1], from 0
     rows: torch.Tensor  # [P]
     kv_lens: torch.Tensor  # [P]
     longest: int
+    whole: bool
 
 
 @dataclass(frozen=True)

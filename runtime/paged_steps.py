@@ -93,10 +93,11 @@ class PagedSteps:
         ids, positions, rows, lengths, logit_rows, *of_many = parts.split([len(column) for column in columns])
         first_tokens, table_rows, kv_lens = of_many
         longest = max((s.num_tokens for s in many), default=0)
+        whole = all(s.start == 0 for s in many)
         angles = {rope: self.stores.rotary.joined_rows(rope, positions, lengths) for rope in self.varying}
         paged = PagedInputs(
             positions, rows, self.tables.groups, self.counters, len(single),
-            PrefillInputs(first_tokens, table_rows, kv_lens, longest) if many else None, angles, self.place.context,
+            PrefillInputs(first_tokens, table_rows, kv_lens, longest, whole) if many else None, angles, self.place.context,
         )  # fmt: skip
         token_ids = torch.where(ids < 0, self.last_ids[rows.long()], ids)
         return PagedBatch(token_ids, paged, [s.num_tokens for s in ordered], logit_rows.long(), self.stores)

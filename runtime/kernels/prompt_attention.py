@@ -7,6 +7,8 @@ itself once it is described (a tensor descriptor), and warps are left to the sof
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ import triton.language as tl
 
 from .activation import tanh
 from .decode_attention import LOG2_E, Softmax
-from .launch import Kernel, cdiv, dot, precision, start_dependents, wait_for_inputs
+from .launch import Kernel, cdiv, dot, precision, start_dependents, takes_large_tiles, wait_for_inputs
 
 
 class PromptTiling(NamedTuple):
@@ -31,6 +33,19 @@ class PromptTiling(NamedTuple):
     stages: int
     described: bool = True
     masking: str = "apart"
+
+
+TILING: PromptTiling | None = None
+"""What benchmarks/prefill_attention.py finds fastest on an H200; None: the blocked cache is read for whole prompts too."""
+
+
+@lru_cache
+def prompt_tiling(device: torch.device, dtype: torch.dtype, dim: int) -> PromptTiling | None:
+    """How whole prompts are attended to here, or None: like all others, by prefill_attention."""
+    known = find_spec("triton.tools.tensor_descriptor") is not None and dtype in (torch.bfloat16, torch.float16)
+    if not known or dim not in (64, 128) or device.type != "cuda" or not takes_large_tiles(device):
+        return None
+    return TILING if torch.cuda.get_device_capability(device) >= (9, 0) else None
 
 
 @triton.jit
@@ -59,15 +74,15 @@ def _masked(scores, first, first_seen, last_seen, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _turn(
-    q, rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen, highest, total, acc,
+    q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen, highest, total, acc,
     factor, cap,
-    STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, MASKING: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, MASKING: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [first, first + BLOCK); `highest` is in units of the scores, before `factor`."""
-    keys = _tile(rows, first, stop, k_column, STRIDE, D, BLOCK, MASKING != "never", DESCRIBED)
+    keys = _tile(k_rows, first, stop, k_column, K_STRIDE, D, BLOCK, MASKING != "never", DESCRIBED)
     scores = dot(q, keys.T, tl.zeros([q.shape[0], BLOCK], tl.float32), PRECISION)
-    values = _tile(rows, first, stop, v_column, STRIDE, D, BLOCK, MASKING != "never", DESCRIBED)
+    values = _tile(v_rows, first, stop, v_column, V_STRIDE, D, BLOCK, MASKING != "never", DESCRIBED)
     if CAPPED:
         scores = tanh(scores * cap)
     if MASKING == "inside":
@@ -87,7 +102,7 @@ def _turn(
 
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["starts"])
 def _prompt_attention(
-    out_ptr, query_rows, rows, starts, sinks, factor, cap, window,
+    out_ptr, q_rows, k_rows, v_rows, starts, sinks, factor, cap, window,
     KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
     DESCRIBED: tl.constexpr, MASKING: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -104,7 +119,7 @@ def _prompt_attention(
     head = query_head // G
     k_column, v_column = (KV * G + head) * D, (KV * G + KV + head) * D
     first_query = start + tile * QUERIES
-    q = _tile(query_rows, first_query, stop, query_head * D, (KV * G + 2 * KV) * D, D, QUERIES, True, DESCRIBED)
+    q = _tile(q_rows, first_query, stop, query_head * D, (KV * G + KV) * D, D, QUERIES, True, DESCRIBED)
     at = first_query + tl.arange(0, QUERIES)
     last_seen = at
     first_seen = tl.maximum(at + 1 - window, start) if WINDOWED else at
@@ -126,20 +141,20 @@ def _prompt_attention(
         if WINDOWED:
             for first in tl.range(low, clear_low, BLOCK):
                 highest, total, acc = _turn(
-                    q, rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
+                    q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
                     highest, total, acc, factor, cap,
-                    (KV * G + 2 * KV) * D, D, BLOCK, "always", WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
+                    (KV * G + KV) * D, (KV * G + 2 * KV) * D, D, BLOCK, "always", WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
         for first in tl.range(clear_low, clear_high, BLOCK):
             highest, total, acc = _turn(
-                q, rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
+                q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
                 highest, total, acc, factor, cap,
-                (KV * G + 2 * KV) * D, D, BLOCK, "never", WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
+                (KV * G + KV) * D, (KV * G + 2 * KV) * D, D, BLOCK, "never", WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
         low = clear_high
     for first in tl.range(low, high, BLOCK):
         highest, total, acc = _turn(
-            q, rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
+            q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
             highest, total, acc, factor, cap,
-            (KV * G + 2 * KV) * D, D, BLOCK, "always" if MASKING == "apart" else MASKING, WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
+            (KV * G + KV) * D, (KV * G + 2 * KV) * D, D, BLOCK, "always" if MASKING == "apart" else MASKING, WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
     out_at = out_ptr + at.to(tl.int64)[:, None] * (KV * G * D) + query_head * D + tl.arange(0, D)[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < stop)[:, None])
 
@@ -148,26 +163,31 @@ _kernel = Kernel(_prompt_attention)
 
 
 def prompt_attention(
-    qkv: torch.Tensor, kv: int, dim: int, starts: torch.Tensor, longest: int, softmax: Softmax, tiling: PromptTiling
+    rotated: torch.Tensor,
+    qkv: torch.Tensor,
+    kv: int,
+    starts: torch.Tensor,
+    longest: int,
+    softmax: Softmax,
+    tiling: PromptTiling,
 ) -> torch.Tensor:
-    """qkv [T, (kv*G + 2 kv) * D], queries and keys rotated -> [T, kv*G*D].
+    """rotated [T, kv*G + kv, D], queries before keys, and qkv [T, (kv*G + 2 kv) * D], for its values -> [T, kv*G*D].
 
     `starts` int32 [S + 1]: sequence s is all of tokens [starts[s], starts[s + 1]). `longest`: tokens of the longest one.
     """
-    qkv = qkv.contiguous()
-    heads = qkv.shape[1] // dim - 2 * kv
+    heads, dim = rotated.shape[1] - kv, rotated.shape[2]
     out = qkv.new_empty((qkv.shape[0], heads * dim))
-    query_rows = rows = qkv
+    q_rows, k_rows, v_rows = rotated.flatten(1), rotated.flatten(1), qkv.contiguous()
     if tiling.described:
         from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4
 
-        query_rows = TensorDescriptor.from_tensor(qkv, [tiling.queries, dim])
-        rows = TensorDescriptor.from_tensor(qkv, [tiling.keys, dim])
+        q_rows = TensorDescriptor.from_tensor(q_rows, [tiling.queries, dim])
+        k_rows, v_rows = (TensorDescriptor.from_tensor(rows, [tiling.keys, dim]) for rows in (k_rows, v_rows))
     factor, cap = (softmax.cap, softmax.scale / softmax.cap) if softmax.cap else (softmax.scale, 0.0)
     _kernel(
         (heads, len(starts) - 1, cdiv(longest, tiling.queries)),
         (
-            out, query_rows, rows, starts, out if softmax.sinks is None else softmax.sinks,
+            out, q_rows, k_rows, v_rows, starts, out if softmax.sinks is None else softmax.sinks,
             factor * LOG2_E, cap, softmax.window,
         ),
         {

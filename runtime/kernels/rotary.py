@@ -78,10 +78,10 @@ def load_rotated(
     do_not_specialize_on_alignment=["tables", "rows", "positions"],  # parts of larger tensors, at any place
 )
 def _rotate_and_write(
-    qkv_ptr, q_out, k_cache, v_cache, tables, rows, positions, cos_sin, q_weight, k_weight, q_eps, k_eps,
+    qkv_ptr, out_ptr, k_cache, v_cache, tables, rows, positions, cos_sin, q_weight, k_weight, q_eps, k_eps,
     qkv_stride, table_stride,
     KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
-    ROT: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TOKEN: tl.constexpr,
+    ROT: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TOKEN: tl.constexpr, KEYS_TOO: tl.constexpr,
     HEAD_NORM: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A token's G queries, key and value of one kv head."""
@@ -96,8 +96,8 @@ def _rotate_and_write(
     heads = head * G + g
     q = load_rotated(start + heads * D, g < G, angles, q_weight, q_eps, D, D_PAD, ROT, INTERLEAVED,
                      HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
-    q_at = q_out + token.to(tl.int64) * (KV * G * D) + heads[:, None] * D + d[None, :]
-    tl.store(q_at, q.to(q_out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+    out = out_ptr + token.to(tl.int64) * ((KV * G + KV if KEYS_TOO else KV * G) * D) + d[None, :]
+    tl.store(out + heads[:, None] * D, q.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
     one = tl.arange(0, 1)
     k = load_rotated(start + (KV * G + head) * D + one, one == 0, angles, k_weight, k_eps, D, D_PAD, ROT, INTERLEAVED,
                      HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
@@ -105,6 +105,8 @@ def _rotate_and_write(
     block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_stride + position // SIZE)
     slot = ((block.to(tl.int64) * SIZE + position % SIZE) * KV + head) * D
     tl.store(k_cache + slot + one[:, None] + d[None, :], k.to(k_cache.dtype.element_ty), mask=(d < D)[None, :])
+    if KEYS_TOO:
+        tl.store(out + (KV * G + head + one[:, None]) * D, k.to(out_ptr.dtype.element_ty), mask=(d < D)[None, :])
     tl.store(v_cache + slot + d, v, mask=d < D)
 
 
@@ -119,30 +121,34 @@ def rotate_and_write(
     positions: torch.Tensor,
     rotation: Rotation,
     norms: tuple[HeadNorm, HeadNorm] | None = None,
+    *,
+    keys_too: bool = False,
 ) -> torch.Tensor:
     """qkv [T, (kv*G + 2 kv) * D] -> rotated queries [T, kv*G, D]; keys and values go to `cache`, each [B, S, kv, D].
 
+    With `keys_too` the keys follow the queries: [T, kv*G + kv, D].
     `rows` int32 [T]: each token's row in `table` int32 [R, blocks]. `positions` int32 [T].
     """
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
     tokens, groups = qkv.shape[0], (qkv.shape[1] // dim - 2 * kv) // kv
-    q = qkv.new_empty((tokens, kv * groups, dim))
+    out = qkv.new_empty((tokens, kv * groups + (kv if keys_too else 0), dim))
     if tokens:
         _kernel(
             (tokens, kv),
             (
-                qkv, q, k_cache, v_cache, table, rows, positions, rotation.cos_sin,
+                qkv, out, k_cache, v_cache, table, rows, positions, rotation.cos_sin,
                 *norm_arguments(norms, rotation.cos_sin), qkv.stride(0), table.stride(0),
             ),
             {
                 "KV": kv, "G": groups, "G_PAD": power_of_2(groups), "D": dim,
                 "D_PAD": power_of_2(dim), "SIZE": size, "ROT": rotation.cos_sin.shape[1],
-                "INTERLEAVED": rotation.interleaved, "BY_TOKEN": rotation.by_token, **norm_flags(norms),
+                "INTERLEAVED": rotation.interleaved, "BY_TOKEN": rotation.by_token, "KEYS_TOO": keys_too,
+                **norm_flags(norms),
             },
             warps=1,
         )  # fmt: skip
-    return q
+    return out
 
 
 def norm_arguments(norms: tuple[HeadNorm, HeadNorm] | None, unused: torch.Tensor) -> tuple:

@@ -12,6 +12,7 @@ import torch
 from ...shardplan.config import Attention as AttentionConfig
 from ..kernels.decode_attention import CachePart, Softmax, decode_attention, merged
 from ..kernels.prefill_attention import prefill_attention
+from ..kernels.prompt_attention import prompt_attention, prompt_tiling
 from ..kernels.rotary import HeadNorm, Rotation, rotate_and_write
 from ..paged import PagedBatch
 from .norm import RMSNorm
@@ -43,10 +44,7 @@ class PagedAttention:
         if count:  # in a mixed step by the kernel of a decode step, which is compiled already
             parts.append(self._decode(qkv[:count], batch, rotation, norms))
         if paged.prefill is not None:
-            keys, values, group = batch.cache.layer(self.index)
-            at = (paged.rows[count:], paged.positions[count:], rotation.after(count))
-            q = rotate_and_write(qkv[count:], (keys, values), paged.tables[group], *at, norms)
-            parts.append(self._prefill(q, batch))
+            parts.append(self._prefill_from_projection(qkv[count:], batch, rotation.after(count), norms))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(
@@ -67,6 +65,19 @@ class PagedAttention:
         softmax = self.softmax if context.rank == 0 else replace(self.softmax, sinks=None)
         part = CachePart(context.rank, context.size)
         return merged(context.all_gather(decode_attention(*places, softmax, rotation, norms, part=part)), q.dtype)
+
+    def _prefill_from_projection(
+        self, qkv: torch.Tensor, batch: PagedBatch, rotation: Rotation, norms: tuple[HeadNorm, HeadNorm] | None
+    ) -> torch.Tensor:
+        keys, values, group = batch.cache.layer(self.index)
+        paged, prefill, count = batch.paged, batch.paged.prefill, batch.paged.num_decode
+        assert prefill is not None
+        tiling = prompt_tiling(qkv.device, qkv.dtype, keys.shape[-1]) if prefill.whole else None
+        at = (paged.tables[group], paged.rows[count:], paged.positions[count:])
+        rotated = rotate_and_write(qkv, (keys, values), *at, rotation, norms, keys_too=tiling is not None)
+        if tiling is None:
+            return self._prefill(rotated, batch)
+        return prompt_attention(rotated, qkv, keys.shape[-2], prefill.starts, prefill.longest, self.softmax, tiling)
 
     def _prefill(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """The sequences of several tokens."""

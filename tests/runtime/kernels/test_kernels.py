@@ -132,7 +132,8 @@ def test_rotate_and_write(device, kind, options):
     positions = [0, 8, 74]
     heads = case.kv * case.groups
     qkv = random(3, (heads + 2 * case.kv) * case.dim, kind=kind, device=device)
-    q = rotate_and_write(qkv, case.cache, case.table, case.rows, case.int32(positions), case.rotation, case.norms)
+    at = (case.table, case.rows, case.int32(positions))
+    q = rotate_and_write(qkv, case.cache, *at, case.rotation, case.norms)
     parts = qkv.view(3, -1, case.dim).split([heads, case.kv, case.kv], dim=1)
     norms = case.norms or (None, None)
     angles = case.cos_sin[positions]
@@ -141,6 +142,8 @@ def test_rotate_and_write(device, kind, options):
     values = torch.stack([case.cached(1, s)[p] for s, p in enumerate(positions)])
     close(keys, references.rotated(parts[1], angles, case.interleaved, norms[1]), kind)
     assert torch.equal(values, parts[2])
+    both = rotate_and_write(qkv, case.cache, *at, case.rotation, case.norms, keys_too=True)
+    assert torch.equal(both, torch.cat([q, keys], dim=1))
 
 
 @TYPES
@@ -241,7 +244,8 @@ def test_prompt_attention(device, kind, groups, extras, how):
     qkv = random(sum(counts), (heads + 2 * case.kv) * case.dim, kind=kind, device=device)
     tiling = PromptTiling(queries, keys, 4, 2, described, masking)
     starts = case.int32([0, 1, 46, 62, 132])
-    out = prompt_attention(qkv, case.kv, case.dim, starts, 70, softmax, tiling)
+    rotated = qkv.unflatten(1, (-1, case.dim))[:, : heads + case.kv].contiguous()
+    out = prompt_attention(rotated, qkv, case.kv, starts, 70, softmax, tiling)
     expected = []
     for part in qkv.unflatten(1, (-1, case.dim)).split(counts):
         q, k, v = part.split([heads, case.kv, case.kv], dim=1)

@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 
 from mgtp.runtime.communicator import SingleRank
+from mgtp.runtime.kernels.prompt_attention import PromptTiling
+from mgtp.runtime.layers import paged_attention
 from mgtp.runtime.sampling_params import SamplingParams
 from tests.rank_jobs import greedy, run_requests
 from tests.reference import load_reference, recipe_prompt, reference_greedy
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_mixed_requests(name, recipe_checkpoint, sharded):
-    """Guards against rows of one sequence that are computed as another's: sequences are reordered within a step."""
+@pytest.mark.parametrize(("name", "whole_prompts"), [("qwen3", False), ("gpt_oss", False), ("gpt_oss", True)])
+def test_mixed_requests(name, whole_prompts, recipe_checkpoint, sharded, monkeypatch):
+    """Guards against rows of one sequence that are computed as another's: sequences are reordered within a step.
+
+    And against taking sequences that go on for whole ones, where those have a kernel of their own.
+    """
+    if whole_prompts:
+        tiling = PromptTiling(16, 16, 4, 2)
+        monkeypatch.setattr(paged_attention, "prompt_tiling", lambda *_: tiling)
     folder = recipe_checkpoint(name)
     prompts = [[20 + i for i in range(n)] for n in (3, 30, 1)]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, 2, 3)]
