@@ -263,7 +263,7 @@ def choose_tiling(units: int, wide: int, itemsize: int, processors: int) -> tupl
         return splits, (64, 4, 2)
     if units <= 128:
         return max(1, splits // 2), (128, 8, 3)
-    return splits, ((64, 4, 4) if units <= 4 * processors else (64, 4, 2))
+    return splits, ((64, 4, 4) if units <= 2 * processors else (64, 4, 2))
 
 
 def decode_attention(
