@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .kernels import use_kernels
 from .sampling_params import SamplingParams
 
 
@@ -38,9 +39,15 @@ class TokenHistory:
 
 def record(history: Sequence[TokenHistory | None], ids: Tensor) -> None:
     """Add the ids [S] that were chosen to the histories that are kept."""
-    for row, tokens in enumerate(history):
-        if tokens is not None:
-            tokens.add(ids[row : row + 1])
+    kept = [(row, tokens) for row, tokens in enumerate(history) if tokens is not None]
+    if kept and ids.is_cuda:
+        from .kernels.penalties import count_tokens
+
+        places = torch.tensor([(row, tokens.generated.data_ptr()) for row, tokens in kept])
+        count_tokens(to_device(places, ids.device), ids)
+        return
+    for row, tokens in kept:
+        tokens.add(ids[row : row + 1])
 
 
 class Adjustment:
@@ -71,19 +78,27 @@ class Adjustment:
             histories = [None if history is None else history[row] for row in self._rows]
             if any(each is None for each in histories):
                 raise ValueError("a request with penalties needs its history")
-            logits.index_copy_(0, self._index, self._penalised(logits[self._index], histories))
+            self._penalise(logits, [each for each in histories if each is not None])
         if len(self._bias):
             logits.index_put_((self._bias_rows, self._bias_ids), self._bias.to(logits.dtype), accumulate=True)
         return logits
 
-    def _penalised(self, logits: Tensor, histories: Sequence[TokenHistory | None]) -> Tensor:
-        """Rows of logits after the three penalties, each row with its own history."""
-        generated = torch.stack([each.generated for each in histories if each is not None])
-        in_prompt = torch.stack([each.in_prompt for each in histories if each is not None])
-        seen = in_prompt | (generated > 0)
-        repeated = torch.where(logits < 0, logits * self._repetition, logits / self._repetition)
-        logits = torch.where(seen, repeated, logits)
-        return logits - self._frequency * generated - self._presence * (generated > 0)
+    def _penalise(self, logits: Tensor, histories: Sequence[TokenHistory]) -> None:
+        """Apply the three penalties to the P rows of `logits` [S, V] that have any, each with its own history."""
+        if use_kernels(logits):
+            from .kernels.penalties import penalise
+
+            addresses = torch.tensor([(each.generated.data_ptr(), each.in_prompt.data_ptr()) for each in histories])
+            addresses = to_device(addresses, logits.device)
+            penalise(logits, self._index, addresses, self._repetition, self._presence, self._frequency)
+            return
+        generated = torch.stack([each.generated for each in histories])
+        in_prompt = torch.stack([each.in_prompt for each in histories])
+        before = logits[self._index]
+        repeated = torch.where(before < 0, before * self._repetition, before / self._repetition)
+        after = torch.where(in_prompt | (generated > 0), repeated, before)
+        after = after - self._frequency * generated - self._presence * (generated > 0)
+        logits.index_copy_(0, self._index, after)
 
 
 def columns(params: Sequence[SamplingParams], device: torch.device) -> Callable[..., Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..shardplan.errors import MgtpError
 from .kernels import use_kernels
-from .penalties import Adjustment, TokenHistory, columns, to_device
+from .penalties import Adjustment, TokenHistory, columns, record, to_device
 from .philox import uniform
 from .sampling_params import SamplingParams
 
@@ -98,11 +98,12 @@ class Sampler:
 
 
 def warm_up(logits: Tensor) -> None:
-    """Draw from `logits` [S, V], and from adjusted ones, so that no request waits for kernels to be compiled."""
-    for bias in ({}, {0: 0.0}):
+    """Draw from `logits` [1, V] in every way, so that no request waits for kernels to be compiled."""
+    history = [TokenHistory([], [], logits.shape[-1], logits.device)]
+    for penalty in (0.0, 1.0):
         for top_p in (1.0, 0.5):
-            params = SamplingParams(seed=0, logit_bias=bias, top_p=top_p)
-            Sampler().sample(logits, [params] * len(logits), [0] * len(logits))
+            params = SamplingParams(seed=0, presence_penalty=penalty, top_p=top_p)
+            record(history, Sampler().sample(logits, [params], [0], history).ids)
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
