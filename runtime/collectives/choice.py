@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -14,8 +14,8 @@ from .self_test import SECONDS, Fusing, fusing_pays, self_test, small_sum_second
 
 Factory = Callable[[], Communicator]
 
-AUTO = ("nccl",)
-"""What `auto` tests, and measures when there are several. oneshot joins once it is proven on several GPUs (decision 9)."""
+PROVEN_RANKS = 2
+"""Groups of up to so many ranks, each with a GPU of its own, have been seen right and fast over oneshot (decision 9)."""
 
 VARIABLES = {
     "nccl": "try NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 or NCCL_DEBUG=INFO, or --collective host",
@@ -29,16 +29,16 @@ def choose(
     host: Communicator,
     device: torch.device,
     seconds: float = SECONDS,
-    candidates: Sequence[str] = AUTO,
 ) -> tuple[Communicator, str]:
     """The communicator of an axis and why it is that one, the same on every rank.
 
     `factories` are the backends that the placement allows, besides the host. One that was asked for by name and fails
-    stops the run with MgtpError; auto takes the fastest of `candidates` that passes, at last the host.
+    stops the run with MgtpError; auto takes the fastest of those that are proven and pass, at last the host.
     """
     if asked == "host" or not factories:
         return host, "asked for" if asked == "host" else "the ranks are on the CPU, or share a device"
-    names = [asked] if asked != "auto" else [name for name in candidates if name in factories]
+    proven = ("nccl", "oneshot") if "nccl" in factories and host.size <= PROVEN_RANKS else ("nccl",)
+    names = [asked] if asked != "auto" else [name for name in proven if name in factories]
     passed: list[tuple[float, str, Communicator]] = []
     faults: list[str] = []
     for name in names:

@@ -50,6 +50,12 @@ def method_for(message: Message, num_ranks: int, two_shot: bool = True) -> tuple
     return "two-shot", f"{message.num_bytes} bytes"
 
 
+def gathers(message: Message, num_ranks: int) -> bool:
+    """Whether every rank's message of any dtype can be sent to all ranks at once."""
+    whole = message.contiguous and not (message.num_bytes % ALIGNMENT or message.address % ALIGNMENT)
+    return whole and 0 < message.num_bytes <= one_shot_bytes(num_ranks)
+
+
 def _refusal(message: Message) -> str:
     if message.operation != "sum":
         return f"{message.operation} is not a sum"

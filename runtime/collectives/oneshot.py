@@ -1,4 +1,4 @@
-"""The oneshot backend: sums of decode size over symmetric memory, everything else through another communicator."""
+"""The oneshot backend: sums and gathers of decode size over symmetric memory, all else through another communicator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from ...shardplan.errors import MgtpError
 from ..communicator import Communicator
 from .agreement import exchange
-from .eligibility import TWO_SHOT_BYTES, Member, Message, group_refusal, method_for, one_shot_bytes
+from .eligibility import TWO_SHOT_BYTES, Member, Message, gathers, group_refusal, method_for, one_shot_bytes
 
 if TYPE_CHECKING:
     from .groups import Rank
@@ -69,14 +69,7 @@ class OneShotCommunicator:
 
     def method(self, tensor: torch.Tensor) -> str:
         """one-shot, two-shot or fallback."""
-        message = Message(
-            str(tensor.dtype).removeprefix("torch."),
-            tensor.numel() * tensor.element_size(),
-            tensor.dim(),
-            tensor.is_contiguous(),
-            tensor.data_ptr(),
-        )
-        return method_for(message, self.size, self.memory.two_shot)[0]
+        return method_for(_message(tensor), self.size, self.memory.two_shot)[0]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks: a new tensor, or `fallback`'s."""
@@ -94,6 +87,10 @@ class OneShotCommunicator:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[size, *tensor.shape] in rank order."""
+        if gathers(_message(tensor), self.size):
+            from ..kernels.all_reduce import all_gather
+
+            return all_gather(tensor, self.memory.kernels, self.patience)
         return self.fallback.all_gather(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -130,6 +127,11 @@ class OneShotCommunicator:
         self.fallback.all_gather(torch.zeros(1, device=self.memory.device))
         torch.cuda.synchronize(self.memory.device)
         del self.memory
+
+
+def _message(tensor: torch.Tensor) -> Message:
+    name, num_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+    return Message(name, num_bytes, tensor.dim(), tensor.is_contiguous(), tensor.data_ptr())
 
 
 def agree_on_members(ranks: Sequence[Rank], control: Communicator) -> list[Member]:

@@ -1,9 +1,9 @@
-"""The sum over ranks in one kernel: every rank writes its part into memory of all others and waits for theirs.
+"""Sums and gathers over ranks in one kernel: every rank writes its part into memory of all others, and waits for theirs.
 
 What is sent are packets of 8 bytes: 4 of data (one float32, or two numbers of 16 bits) and the number of the call. The
 hardware moves 8 aligned bytes in one piece, so a packet with the right number has its data: nothing else needs to be
-signalled, and a sum takes one way over the link (the idea of NCCL's LL protocol). All ranks add up all parts in rank
-order in float32, so all get the same bits, rounded once. The residual add and RMSNorm that follow a sum in the model
+signalled, and a collective takes one way over the link (the idea of NCCL's LL protocol). All ranks add up all parts in rank
+order in float32, so all get the same bits of a sum, rounded once. The residual add and RMSNorm that follow a sum in the model
 can be done in the same pass.
 
 Two sets of packets take turns. A rank that sends call n + 2 has got call n + 1 of every rank, each of which had ended
@@ -87,6 +87,27 @@ def _packets_of(buffers, rank):
 
 
 @triton.jit
+def _send(x_ptr, buffers, count, numel, rank, most, WORLD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's rows to every rank."""
+    columns = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), tl.cdiv(numel, SIZE), tl.num_programs(0)):
+        at = row * SIZE + columns
+        inside = (columns < SIZE) & (at < numel)
+        packet = tl.load(x_ptr + at, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+        packet = packet | (count.to(tl.int64) << 32)
+        for ahead in tl.static_range(1, WORLD + 1):  # everyone begins with another rank, and ends with itself
+            place = _packets_of(buffers, (rank + ahead) % WORLD) + ((count & 1) * WORLD + rank) * most
+            tl.store(place + at, packet, mask=inside)
+
+
+@triton.jit
+def _count_on(counts, count, PROGRAMS: tl.constexpr):
+    """Every call counts for all programs, however many it has."""
+    every = tl.arange(0, PROGRAMS)
+    tl.store(counts + every, every * 0 + count, mask=every % tl.num_programs(0) == tl.program_id(0))
+
+
+@triton.jit
 def _receive(
     buffers, count, at, inside, most, patience, WORLD: tl.constexpr, HALVES: tl.constexpr, DTYPE: tl.constexpr
 ):
@@ -132,14 +153,7 @@ def _all_reduce(
     wait_for_inputs(PDL)
     count = tl.load(counts + program) + 1
     rows = tl.cdiv(numel, SIZE)
-    for row in range(program, rows, programs):
-        at = row * SIZE + columns
-        inside = in_row & (at < numel)
-        packet = tl.load(x_ptr + at, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
-        packet = packet | (count.to(tl.int64) << 32)
-        for ahead in tl.static_range(1, WORLD + 1):  # everyone begins with another rank, and ends with itself
-            place = _packets_of(buffers, (rank + ahead) % WORLD) + ((count & 1) * WORLD + rank) * most
-            tl.store(place + at, packet, mask=inside)
+    _send(x_ptr, buffers, count, numel, rank, most, WORLD, SIZE, BLOCK)
     mine = _packets_of(buffers, rank)
     for row in range(program, rows, programs):
         at = row * SIZE + columns
@@ -161,15 +175,45 @@ def _all_reduce(
             high = rms_scale(high, high_weight, inverse, HAS_WEIGHT, ONE_PLUS, CAST_FIRST, DTYPE)
             tl.store(normed_ptr + at, _as_data(low, high, HALVES, DTYPE), mask=inside)
     start_dependents_late(PDL)
-    every = tl.arange(0, PROGRAMS)
-    tl.store(counts + every, every * 0 + count, mask=every % programs == program)
+    _count_on(counts, count, PROGRAMS)
+
+
+@triton.jit
+def _all_gather(
+    x_ptr, buffers, counts, out_ptr, numel, rank, most, patience,
+    WORLD: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Chunks of SIZE packets, numel of every rank; x and out are the data of packets, int32."""
+    start_dependents(PDL)
+    wait_for_inputs(PDL)
+    count = tl.load(counts + tl.program_id(0)) + 1
+    _send(x_ptr, buffers, count, numel, rank, most, WORLD, SIZE, SIZE)
+    mine = _packets_of(buffers, rank)
+    for chunk in range(tl.program_id(0), tl.cdiv(numel, SIZE), tl.num_programs(0)):
+        at = chunk * SIZE + tl.arange(0, SIZE)
+        inside = at < numel
+        for sender in tl.static_range(WORLD):
+            arrived, looks = 0, 0
+            data = tl.zeros([SIZE], tl.int32)
+            while (arrived == 0) & (looks < patience):
+                place = mine + ((count & 1) * WORLD + sender) * most + at
+                packet = tl.load(place, mask=inside, other=0, volatile=True)
+                data = packet.to(tl.int32)
+                right = (packet >> 32).to(tl.int32) == count
+                arrived = tl.min((right | (inside == 0)).to(tl.int32), 0)
+                looks += 1
+            # All ones are NaN in every floating type.
+            tl.store(out_ptr + sender * numel + at, tl.where(arrived == 1, data, -1), mask=inside)
+    start_dependents_late(PDL)
+    _count_on(counts, count, PROGRAMS)
 
 
 _kernel = Kernel(_all_reduce, trigger=EARLY)
+_gather_kernel = Kernel(_all_gather, trigger=EARLY)
 
 
 def all_reduce(x: torch.Tensor, workspace: Workspace, patience: int = PATIENCE) -> torch.Tensor:
-    """The sum of every rank's `x`, a new tensor; NaN when a rank does not come.
+    """The sum of every rank's `x`, a new tensor; NaN where a rank does not come.
 
     `x` is contiguous, a multiple of 4 bytes, and at most the workspace's `most_bytes`.
     """
@@ -177,6 +221,19 @@ def all_reduce(x: torch.Tensor, workspace: Workspace, patience: int = PATIENCE) 
     constants = {"NORM": False, "HAS_RESIDUAL": False, "HAS_WEIGHT": False, "ONE_PLUS": False, "CAST_FIRST": False}
     _launch(workspace, (x, x, x, total, total), 0.0, CHUNK, constants, patience)
     return total
+
+
+def all_gather(x: torch.Tensor, workspace: Workspace, patience: int = PATIENCE) -> torch.Tensor:
+    """[ranks, *x.shape], every rank's `x`; NaN or -1 where a rank does not come. `x` as for `all_reduce`, of any dtype."""
+    out = x.new_empty((workspace.size, *x.shape))
+    data, most = x.view(-1).view(torch.int32), workspace.most_bytes // DATA_BYTES
+    _gather_kernel(
+        (min(cdiv(len(data), CHUNK), MOST_PROGRAMS),),
+        (data, workspace.buffers, workspace.counts, out.view(-1).view(torch.int32), len(data), workspace.rank, most, patience),
+        {"WORLD": workspace.size, "SIZE": CHUNK, "PROGRAMS": MOST_PROGRAMS},
+        warps=8,
+    )  # fmt: skip
+    return out
 
 
 def all_reduce_add_rms_norm(

@@ -15,7 +15,7 @@ from mgtp.runtime.mesh import create_mesh
 HIDDEN = 1024
 BATCHES = (1, 2, 4, 8, 12, 16, 32, 64)
 REPLAYS = 10
-HAMMER_REPLAYS = 4000  # of 16 sums
+HAMMER_REPLAYS = 4000  # of 16 sums and 8 gathers
 
 
 def with_oneshot(world: Communicator, devices: list[int], job: Callable[[OneShotCommunicator], Any]) -> Any:
@@ -65,6 +65,14 @@ def sums(world: Communicator, devices: list[int]) -> None:
                 assert torch.equal(found, float32_sum(tensors).to(dtype)), (shape, dtype)
                 roundings = 1 if c.fallback.backend == "host" else c.size
                 close(c.fallback.all_reduce(tensors[c.rank].clone()), float32_sum(tensors), roundings)
+        for tensor in (
+            torch.randn(1, HIDDEN),
+            torch.randn(3, 129, 4).bfloat16(),
+            torch.arange(6),
+            torch.randn(1 << 21),
+        ):
+            mine = tensor.cuda() * (c.rank + 1)
+            assert torch.equal(c.all_gather(mine), torch.stack([tensor.cuda() * (r + 1) for r in range(c.size)]))
         for shape, dtype, method in (
             ((1024, HIDDEN), torch.bfloat16, "two-shot"),
             ((8192, HIDDEN), torch.bfloat16, "fallback"),
@@ -149,6 +157,7 @@ def hammer(world: Communicator, devices: list[int]) -> None:
                 total = c.all_reduce(state[c.rank])
                 twice = c.all_reduce_add_rms_norm(state[c.rank], total, weight, 1e-5, False, True)[1]
                 wrong.add_((total != expected).sum() + (twice != expected + expected).sum())
+                wrong.add_((c.all_gather(state[c.rank]) != state).sum())
                 state.copy_(expected * 0.5 + add)
 
         step()

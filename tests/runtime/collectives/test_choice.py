@@ -58,7 +58,7 @@ def outcome(host: Communicator, asked: str, faults: dict[str, str], where: int, 
 
     try:
         factories = {name: factory(name) for name in faults}
-        chosen, reason = choose(asked, factories, host, CPU, seconds, candidates=("nccl", "oneshot"))
+        chosen, reason = choose(asked, factories, host, CPU, seconds)
     except MgtpError as error:
         return "stopped", f"{error.message} | {error.hint}"
     return chosen.backend, reason
@@ -104,6 +104,11 @@ def test_the_faster_one_is_taken_and_the_other_fault_is_told(world):
     assert backend == "oneshot" and reason.startswith("fastest")
     backend, reason = agreed(world, 2, "auto", {"nccl": "", "oneshot": "set-up"})
     assert backend == "nccl" and "oneshot failed: rank 1: no memory" in reason
+
+
+def test_auto_takes_oneshot_where_it_is_proven_only(world):
+    assert agreed(world, 3, "auto", {"nccl": "slow", "oneshot": ""}) == ("nccl", "passed its self-test")
+    assert agreed(world, 2, "auto", {"oneshot": ""}) == ("host", "no other backend fits")  # they share a device
 
 
 class Silent:

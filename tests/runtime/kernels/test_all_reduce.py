@@ -80,6 +80,20 @@ def test_sum_is_the_float32_sum_in_rank_order_rounded_once(world, kind):
     run_ranks(world, sums, DTYPES[kind], [(1, 8), (3, 104), (3, 4096), (1, 8), (2, 4100)])
 
 
+def gathers(rank: int, workspace) -> None:
+    from mgtp.runtime.kernels.all_reduce import all_gather, all_reduce
+
+    for seed, (shape, dtype) in enumerate([((3,), torch.int32), ((2, 1028), torch.float32), ((1, 2), torch.bfloat16)]):
+        tensors = [t.mul(100).to(dtype) for t in parts(workspace.size, shape, torch.float32, seed)]
+        assert torch.equal(all_gather(tensors[rank], workspace), torch.stack(tensors))
+        assert all_reduce(torch.ones(1, 8), workspace).eq(workspace.size).all()  # they take turns with sums
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gather_float32(world):
+    run_ranks(world, gathers)
+
+
 def norms(rank: int, workspace, dtype: torch.dtype) -> None:
     from mgtp.runtime.kernels.all_reduce import all_reduce_add_rms_norm
 
@@ -101,9 +115,12 @@ def test_all_reduce_add_rms_norm(kind):
 
 
 def impatient(rank: int, workspace) -> None:
-    from mgtp.runtime.kernels.all_reduce import all_reduce
+    from mgtp.runtime.kernels.all_reduce import all_gather, all_reduce
 
     assert all_reduce(torch.ones(1, 8), workspace, patience=3).isnan().all()
+    found = all_gather(torch.ones(1, 8), workspace, patience=3)
+    assert found[1].isnan().all()
+    assert found[rank].eq(1).all()
 
 
 def test_a_rank_that_does_not_come_makes_nan_not_a_wrong_sum():
