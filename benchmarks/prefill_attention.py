@@ -32,22 +32,17 @@ TIMED = ([512], [512] * 16, [2048] * 4, [8000])
 PATIENCE = 40.0
 """Seconds that compiling and checking may take, for all ways together."""
 
-WAYS: dict[str, tuple | PromptTiling] = {
-    "present": ((128, 128, 8, 2), False),
-    "present, heads first": ((128, 128, 8, 2), True),
-    **{
-        f"{'descriptors' if t.described else 'pointers'} {t.queries}x{t.keys} {t.warps} warps {t.stages} stages {t.masking}": t
-        for t in (
-            PromptTiling(128, 128, 8, 2), PromptTiling(128, 128, 8, 3),
-            PromptTiling(128, 128, 8, 2, masking="inside"), PromptTiling(128, 128, 8, 3, masking="inside"),
-            PromptTiling(128, 64, 8, 2), PromptTiling(128, 64, 8, 3), PromptTiling(128, 64, 8, 4),
-            PromptTiling(128, 64, 8, 3, masking="inside"), PromptTiling(128, 64, 8, 4, masking="inside"),
-            PromptTiling(64, 128, 4, 2), PromptTiling(64, 64, 4, 2), PromptTiling(64, 64, 4, 3),
-            PromptTiling(64, 64, 4, 3, masking="inside"),
-            PromptTiling(128, 128, 8, 2, described=False), PromptTiling(128, 64, 8, 3, described=False),
-        )
-    },
-}  # fmt: skip
+TILINGS = [
+    PromptTiling(128, 128, 8, 2), PromptTiling(128, 128, 8, 3),
+    PromptTiling(128, 128, 8, 2, masking="inside"), PromptTiling(128, 128, 8, 3, masking="inside"),
+    PromptTiling(128, 64, 8, 2), PromptTiling(128, 64, 8, 3), PromptTiling(128, 64, 8, 4),
+    PromptTiling(128, 64, 8, 3, masking="inside"), PromptTiling(128, 64, 8, 4, masking="inside"),
+    PromptTiling(64, 128, 4, 2), PromptTiling(64, 64, 4, 2), PromptTiling(64, 64, 4, 3),
+    PromptTiling(64, 64, 4, 3, masking="inside"),
+    PromptTiling(128, 128, 8, 2, described=False), PromptTiling(128, 64, 8, 3, described=False),
+]  # fmt: skip
+IN_GLUON = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 3)]
+"""Queries and keys at a time, warps, stages."""
 
 
 class Prompts:
@@ -77,12 +72,6 @@ class Prompts:
         tokens = torch.arange(length, device="cuda")
         return self.table[sequence].long()[tokens // size] * size + tokens % size
 
-    def attend(self, way: tuple | PromptTiling) -> torch.Tensor:
-        if isinstance(way, PromptTiling):
-            return prompt_attention(self.rotated, self.qkv, KV, self.starts, self.longest, SOFTMAX, way)
-        where = (self.cache, self.table, self.rows, self.starts, self.lens, self.longest, SOFTMAX)
-        return prefill_attention(self.queries, *where, tiling=way[0], heads_first=way[1])
-
     def error(self, out: torch.Tensor) -> float:
         """The largest relative error of any token's head against float32."""
         worst, begin = [], 0
@@ -106,15 +95,46 @@ class Prompts:
         return 4 * HEADS * DIM * sum(n * n / 2 for n in self.lengths)
 
 
-def check(way: tuple | PromptTiling, answer: multiprocessing.Queue) -> None:
+def present(prompts: Prompts, heads_first: bool) -> torch.Tensor:
+    where = (prompts.cache, prompts.table, prompts.rows, prompts.starts, prompts.lens, prompts.longest, SOFTMAX)
+    return prefill_attention(prompts.queries, *where, heads_first=heads_first)
+
+
+def contiguous(prompts: Prompts, tiling: PromptTiling) -> torch.Tensor:
+    where = (prompts.rotated, prompts.qkv, KV, prompts.starts, prompts.longest)
+    return prompt_attention(*where, SOFTMAX, tiling)
+
+
+def in_gluon(prompts: Prompts, how: tuple) -> torch.Tensor:
+    from gluon_attention import gluon_attention
+
+    where = (prompts.rotated, prompts.qkv, KV, prompts.starts, prompts.longest)
+    return gluon_attention(*where, SOFTMAX.scale, how)
+
+
+def shown(tiling: PromptTiling) -> str:
+    fetched = "descriptors" if tiling.described else "pointers"
+    return f"{fetched} {tiling.queries}x{tiling.keys} {tiling.warps} warps {tiling.stages} stages {tiling.masking}"
+
+
+Way = Callable[[Prompts], torch.Tensor]
+WAYS: dict[str, Way] = {
+    "present": partial(present, heads_first=False),
+    "present, heads first": partial(present, heads_first=True),
+    **{f"gluon {h[0]}x{h[1]} {h[2]} warps {h[3]} stages": partial(in_gluon, how=h) for h in IN_GLUON},
+    **{shown(t): partial(contiguous, tiling=t) for t in TILINGS},
+}
+
+
+def check(way: Way, answer: multiprocessing.Queue) -> None:
     """In a process of its own: the largest error, or what went wrong."""
     try:
         torch.cuda.set_per_process_memory_fraction(0.06)
         worst = 0.0
         for lengths in CHECKED:
             prompts = Prompts(lengths)
-            prompts.attend(way)
-            worst = max(worst, prompts.error(prompts.attend(way)))  # the second launch goes the short way
+            way(prompts)
+            worst = max(worst, prompts.error(way(prompts)))  # the second launch goes the short way
         answer.put(worst)
     except Exception as error:
         answer.put(f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:100]}")
@@ -159,8 +179,8 @@ def main() -> None:
     print(f"{'microseconds':44}", *(f"{shape:>8}" for shape in shapes), " TFLOP/s  in a step  largest error")
     for name, error in errors.items():
         try:
-            times = [seconds_in_graph([partial(p.attend, WAYS[name])], 4) for p in prompts]
-            long = partial(prompts[-1].attend, WAYS[name])
+            times = [seconds_in_graph([partial(WAYS[name], p)], 4) for p in prompts]
+            long = partial(WAYS[name], prompts[-1])
             tera = prompts[-1].flops / times[-1] / 1e12
             columns = " ".join(f"{t * 1e6:8.0f}" for t in times)
             print(f"{name:44} {columns}  {tera:7.0f}  {in_a_step(long) * 1e6:9.0f}  {error:.4f}", flush=True)
