@@ -33,16 +33,15 @@ PATIENCE = 40.0
 """Seconds that compiling and checking may take, for all ways together."""
 
 TILINGS = [
+    *(PromptTiling(*t, "gluon") for t in ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 3))),
     PromptTiling(128, 128, 8, 2), PromptTiling(128, 128, 8, 3),
     PromptTiling(128, 128, 8, 2, masking="inside"), PromptTiling(128, 128, 8, 3, masking="inside"),
     PromptTiling(128, 64, 8, 2), PromptTiling(128, 64, 8, 3), PromptTiling(128, 64, 8, 4),
     PromptTiling(128, 64, 8, 3, masking="inside"), PromptTiling(128, 64, 8, 4, masking="inside"),
     PromptTiling(64, 128, 4, 2), PromptTiling(64, 64, 4, 2), PromptTiling(64, 64, 4, 3),
     PromptTiling(64, 64, 4, 3, masking="inside"),
-    PromptTiling(128, 128, 8, 2, described=False), PromptTiling(128, 64, 8, 3, described=False),
+    PromptTiling(128, 128, 8, 2, fetch="pointers"), PromptTiling(128, 64, 8, 3, fetch="pointers"),
 ]  # fmt: skip
-IN_GLUON = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 3)]
-"""Queries and keys at a time, warps, stages."""
 
 
 class Prompts:
@@ -105,23 +104,14 @@ def contiguous(prompts: Prompts, tiling: PromptTiling) -> torch.Tensor:
     return prompt_attention(*where, SOFTMAX, tiling)
 
 
-def in_gluon(prompts: Prompts, how: tuple) -> torch.Tensor:
-    from gluon_attention import gluon_attention
-
-    where = (prompts.rotated, prompts.qkv, KV, prompts.starts, prompts.longest)
-    return gluon_attention(*where, SOFTMAX.scale, how)
-
-
-def shown(tiling: PromptTiling) -> str:
-    fetched = "descriptors" if tiling.described else "pointers"
-    return f"{fetched} {tiling.queries}x{tiling.keys} {tiling.warps} warps {tiling.stages} stages {tiling.masking}"
+def shown(t: PromptTiling) -> str:
+    return f"{t.fetch} {t.queries}x{t.keys} {t.warps} warps {t.stages} stages {t.masking if t.fetch != 'gluon' else ''}"
 
 
 Way = Callable[[Prompts], torch.Tensor]
 WAYS: dict[str, Way] = {
     "present": partial(present, heads_first=False),
     "present, heads first": partial(present, heads_first=True),
-    **{f"gluon {h[0]}x{h[1]} {h[2]} warps {h[3]} stages": partial(in_gluon, how=h) for h in IN_GLUON},
     **{shown(t): partial(contiguous, tiling=t) for t in TILINGS},
 }
 

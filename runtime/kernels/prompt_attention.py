@@ -23,15 +23,15 @@ from .launch import Kernel, cdiv, dot, precision, start_dependents, takes_large_
 class PromptTiling(NamedTuple):
     """Queries and keys at a time, warps, pipeline stages, and how.
 
-    `described`: tiles are fetched by descriptors. `masking`: keys behind a query are masked in a loop of their own
-    ("apart"), or in the turns of one loop that need it ("inside").
+    `fetch`: tiles are asked for by "descriptors" or "pointers"; or all is done in "gluon". `masking`: keys behind a
+    query are masked in a loop of their own ("apart"), or in the turns of one loop that need it ("inside").
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
-    described: bool = True
+    fetch: str = "descriptors"
     masking: str = "apart"
 
 
@@ -39,13 +39,26 @@ TILING: PromptTiling | None = None
 """What benchmarks/prefill_attention.py finds fastest on an H200; None: the blocked cache is read for whole prompts too."""
 
 
-@lru_cache
-def prompt_tiling(device: torch.device, dtype: torch.dtype, dim: int) -> PromptTiling | None:
+def prompt_tiling(qkv: torch.Tensor, dim: int, softmax: Softmax) -> PromptTiling | None:
     """How whole prompts are attended to here, or None: like all others, by prefill_attention."""
-    known = find_spec("triton.tools.tensor_descriptor") is not None and dtype in (torch.bfloat16, torch.float16)
-    if not known or dim not in (64, 128) or device.type != "cuda" or not takes_large_tiles(device):
+    if TILING is None or dim not in (64, 128) or qkv.dtype not in (torch.bfloat16, torch.float16):
         return None
-    return TILING if torch.cuda.get_device_capability(device) >= (9, 0) else None
+    plain = not softmax.window and not softmax.cap and softmax.sinks is None
+    return TILING if _runs(qkv.device, TILING.fetch) and (plain or TILING.fetch != "gluon") else None
+
+
+@lru_cache
+def _runs(device: torch.device, fetch: str) -> bool:
+    if device.type != "cuda" or not takes_large_tiles(device):
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if fetch != "gluon":
+        return capability >= (9, 0) and find_spec("triton.tools.tensor_descriptor") is not None
+    try:
+        from . import gluon_attention  # noqa: F401
+    except (ImportError, AttributeError):  # a Triton that has it under other names
+        return False
+    return capability == (9, 0)
 
 
 @triton.jit
@@ -175,15 +188,20 @@ def prompt_attention(
 
     `starts` int32 [S + 1]: sequence s is all of tokens [starts[s], starts[s + 1]). `longest`: tokens of the longest one.
     """
+    factor, cap = (softmax.cap, softmax.scale / softmax.cap) if softmax.cap else (softmax.scale, 0.0)
+    if tiling.fetch == "gluon":
+        from .gluon_attention import gluon_attention
+
+        return gluon_attention(rotated, qkv, kv, starts, longest, factor * LOG2_E, tiling)
     heads, dim = rotated.shape[1] - kv, rotated.shape[2]
     out = qkv.new_empty((qkv.shape[0], heads * dim))
     q_rows, k_rows, v_rows = rotated.flatten(1), rotated.flatten(1), qkv.contiguous()
-    if tiling.described:
+    described = tiling.fetch == "descriptors"
+    if described:
         from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4
 
         q_rows = TensorDescriptor.from_tensor(q_rows, [tiling.queries, dim])
         k_rows, v_rows = (TensorDescriptor.from_tensor(rows, [tiling.keys, dim]) for rows in (k_rows, v_rows))
-    factor, cap = (softmax.cap, softmax.scale / softmax.cap) if softmax.cap else (softmax.scale, 0.0)
     _kernel(
         (heads, len(starts) - 1, cdiv(longest, tiling.queries)),
         (
@@ -192,7 +210,7 @@ def prompt_attention(
         ),
         {
             "KV": kv, "G": heads // kv, "D": dim, "QUERIES": tiling.queries, "BLOCK": tiling.keys,
-            "DESCRIBED": tiling.described, "MASKING": tiling.masking,
+            "DESCRIBED": described, "MASKING": tiling.masking,
             "WINDOWED": softmax.window > 0, "CAPPED": softmax.cap > 0, "SINKS": softmax.sinks is not None,
             "PRECISION": precision(qkv),
         },

@@ -72,7 +72,7 @@ class PagedAttention:
         keys, values, group = batch.cache.layer(self.index)
         paged, prefill, count = batch.paged, batch.paged.prefill, batch.paged.num_decode
         assert prefill is not None
-        tiling = prompt_tiling(qkv.device, qkv.dtype, keys.shape[-1]) if prefill.whole else None
+        tiling = prompt_tiling(qkv, keys.shape[-1], self.softmax) if prefill.whole else None
         at = (paged.tables[group], paged.rows[count:], paged.positions[count:])
         rotated = rotate_and_write(qkv, (keys, values), *at, rotation, norms, keys_too=tiling is not None)
         if tiling is None:

@@ -2,21 +2,26 @@
 """Attention of whole prompts in Gluon, Triton's lower level, where one product may run beside the softmax of another.
 
 Scores of one tile of keys and the sum over the values of the tile before are both given to the tensor cores before
-the softmax begins, which runs beside the second (FlashAttention-3, Shah et al. 2024). No window, cap or sinks: here
-only to find out what that is worth (benchmarks/prefill_attention.py).
+the softmax begins, which runs beside the second (FlashAttention-3, Shah et al. 2024). For compute capability 9.0, whose
+products these are; without window, cap or sinks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mgtp.runtime.kernels.launch import Kernel, cdiv
+from .launch import Kernel, cdiv
 
-LOG2_E = 1.4426950408889634
+# Both have changed their names: after Triton 3.6, and after 3.8.
+wait_for_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -25,9 +30,7 @@ def _fetch(rows, buffers, ready, turn, turns, start, column, BLOCK: gl.constexpr
     wanted = turn < turns
     mbarrier.expect(ready.index(turn % STAGES), rows.block_type.nbytes, pred=wanted)
     first = start + (turns - 1 - turn) * BLOCK
-    tma.async_copy_global_to_shared(
-        rows, [first, column], ready.index(turn % STAGES), buffers.index(turn % STAGES), pred=wanted
-    )
+    load_tile(rows, [first, column], ready.index(turn % STAGES), buffers.index(turn % STAGES), pred=wanted)
 
 
 @gluon.jit
@@ -47,12 +50,15 @@ def _masked(scores, first, first_query, QUERIES: gl.constexpr, BLOCK: gl.constex
     return gl.where(seen, scores, float("-inf"))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["starts"])
 def _gluon_attention(
     out_ptr, q_rows, k_rows, v_rows, starts, factor,
     KV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     query_head, s = gl.program_id(0), gl.program_id(1)
     tile = gl.num_programs(2) - 1 - gl.program_id(2)
     start, stop = gl.load(starts + s), gl.load(starts + s + 1)
@@ -73,13 +79,13 @@ def _gluon_attention(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
-    gl.thread_barrier()
+    wait_for_warps()
 
     head = query_head // G
     k_column, v_column = (KV * G + head) * D, (KV * G + KV + head) * D
     turns = (gl.minimum(first_query + QUERIES, stop) - start + BLOCK - 1) // BLOCK
     mbarrier.expect(q_ready, q_rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_rows, [first_query, query_head * D], q_ready, q_tile)
+    load_tile(q_rows, [first_query, query_head * D], q_ready, q_tile)
     for i in gl.static_range(STAGES):
         _fetch(k_rows, k_tiles, k_ready, i, turns, start, k_column, BLOCK, STAGES)
         _fetch(v_rows, v_tiles, v_ready, i, turns, start, v_column, BLOCK, STAGES)
@@ -89,7 +95,7 @@ def _gluon_attention(
     mbarrier.wait(k_ready.index(0), 0)
     scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    gl.thread_barrier()
+    wait_for_warps()
     _fetch(k_rows, k_tiles, k_ready, STAGES, turns, start, k_column, BLOCK, STAGES)
     scores = _masked(scores, start + (turns - 1) * BLOCK, first_query, QUERIES, BLOCK, score_layout)
     highest = gl.full([QUERIES], -1e30, gl.float32, gl.SliceLayout(1, score_layout))
@@ -106,13 +112,13 @@ def _gluon_attention(
         mbarrier.wait(v_ready.index(before % STAGES), (before // STAGES) & 1)
         acc = warpgroup_mma(p, v_tiles.index(before % STAGES), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        if BLOCK < QUERIES:  # noqa: SIM102 - a compile-time condition stands alone
+        if BLOCK < QUERIES:
             if turn < QUERIES // BLOCK:
                 first = start + (turns - 1 - turn) * BLOCK
                 scores = _masked(scores, first, first_query, QUERIES, BLOCK, score_layout)
         weights, shrink, highest, total = _softmax(scores, highest, total, factor)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        gl.thread_barrier()  # every warp is done with both tiles
+        wait_for_warps()  # every warp is done with both tiles
         _fetch(k_rows, k_tiles, k_ready, turn + STAGES, turns, start, k_column, BLOCK, STAGES)
         _fetch(v_rows, v_tiles, v_ready, before + STAGES, turns, start, v_column, BLOCK, STAGES)
         acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, out_layout)), 1)
@@ -122,7 +128,7 @@ def _gluon_attention(
     acc = warpgroup_mma(p, v_tiles.index(before % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
-    gl.thread_barrier()  # what follows may go through the memory of the tiles
+    wait_for_warps()  # what follows may go through the memory of the tiles
     out = acc / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, out_layout)), 1)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     out = gl.convert_layout(out.to(dtype), store_layout)
@@ -132,24 +138,26 @@ def _gluon_attention(
     gl.store(to, out, mask=gl.expand_dims(at < stop, 1))
 
 
-_kernel = Kernel(_gluon_attention, trigger=0)
+_kernel = Kernel(_gluon_attention)
 
 
 def gluon_attention(
-    rotated: torch.Tensor, qkv: torch.Tensor, kv: int, starts: torch.Tensor, longest: int, scale: float, how: tuple
+    rotated: torch.Tensor, qkv: torch.Tensor, kv: int, starts: torch.Tensor, longest: int, factor: float, tiling: Any
 ) -> torch.Tensor:
-    """As prompt_attention; `how`: queries and keys at a time, warps, stages."""
-    queries, keys, warps, stages = how
+    """As prompt_attention, whose PromptTiling it takes; `factor` turns scores into exponents of two."""
     heads, dim = rotated.shape[1] - kv, rotated.shape[2]
     out = qkv.new_empty((qkv.shape[0], heads * dim))
-    layout = gl.NVMMASharedLayout.get_default_for([keys, dim], gl.bfloat16)
-    sides = ((rotated.flatten(1), queries), (rotated.flatten(1), keys), (qkv, keys))
+    layout = gl.NVMMASharedLayout.get_default_for([tiling.keys, dim], gl.bfloat16)
+    sides = ((rotated.flatten(1), tiling.queries), (rotated.flatten(1), tiling.keys), (qkv.contiguous(), tiling.keys))
     rows = [TensorDescriptor.from_tensor(x, [block, dim], layout) for x, block in sides]
     _kernel(
-        (heads, len(starts) - 1, cdiv(longest, queries)),
-        (out, *rows, starts, scale * LOG2_E),
-        {"KV": kv, "G": heads // kv, "D": dim, "QUERIES": queries, "BLOCK": keys, "STAGES": stages, "WARPS": warps},
-        warps=warps,
+        (heads, len(starts) - 1, cdiv(longest, tiling.queries)),
+        (out, *rows, starts, factor),
+        {
+            "KV": kv, "G": heads // kv, "D": dim, "QUERIES": tiling.queries, "BLOCK": tiling.keys,
+            "STAGES": tiling.stages, "WARPS": tiling.warps,
+        },
+        warps=tiling.warps,
         stages=1,
-    )
+    )  # fmt: skip
     return out
