@@ -35,7 +35,7 @@ class PromptTiling(NamedTuple):
     masking: str = "apart"
 
 
-TILING: PromptTiling | None = None
+TILING: PromptTiling | None = PromptTiling(64, 64, 4, 3)
 """What benchmarks/prefill_attention.py finds fastest on an H200; None: the blocked cache is read for whole prompts too."""
 
 

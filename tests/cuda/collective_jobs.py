@@ -65,14 +65,14 @@ def sums(world: Communicator, devices: list[int]) -> None:
                 assert torch.equal(found, float32_sum(tensors).to(dtype)), (shape, dtype)
                 roundings = 1 if c.fallback.backend == "host" else c.size
                 close(c.fallback.all_reduce(tensors[c.rank].clone()), float32_sum(tensors), roundings)
-        for tensor in (
-            torch.randn(1, HIDDEN),
-            torch.randn(3, 129, 4).bfloat16(),
-            torch.arange(6),
-            torch.randn(1 << 21),
+        for shape, dtype in (
+            ((1, HIDDEN), torch.bfloat16),
+            ((6,), torch.int64),
+            ((3, 129, 4), torch.float16),  # not of whole packets
+            ((1 << 21,), torch.float32),  # too large
         ):
-            mine = tensor.cuda() * (c.rank + 1)
-            assert torch.equal(c.all_gather(mine), torch.stack([tensor.cuda() * (r + 1) for r in range(c.size)]))
+            tensors = [each.mul(100).to(dtype) for each in parts(c, shape, torch.float32, 3)]
+            assert torch.equal(c.all_gather(tensors[c.rank]), torch.stack(tensors)), (shape, dtype)
         for shape, dtype, method in (
             ((1024, HIDDEN), torch.bfloat16, "two-shot"),
             ((8192, HIDDEN), torch.bfloat16, "fallback"),
