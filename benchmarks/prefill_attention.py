@@ -23,6 +23,7 @@ from timing import seconds_in_graph
 from mgtp.runtime.kernels.decode_attention import Softmax
 from mgtp.runtime.kernels.prefill_attention import prefill_attention
 from mgtp.runtime.kernels.prompt_attention import PromptTiling, prompt_attention
+from mgtp.runtime.kernels.rotary import Rotation, rotate_and_write
 
 KV, GROUPS, DIM = 8, 4, 128  # Llama-3.1-8B
 HEADS = KV * GROUPS
@@ -160,6 +161,19 @@ def in_a_step(call: Callable[[], object]) -> float:
     return seconds_in_graph([products[0], call, products[1]], 4) * 3 - alone
 
 
+def print_rotation(tokens: int) -> None:
+    """What rotating a prompt and writing it to the cache takes, with and without keys for the attention of whole prompts."""
+    prompts = Prompts([tokens])
+    positions = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    angles = torch.rand(tokens, DIM // 2, device="cuda")
+    rotation = Rotation(torch.cat([angles.cos(), angles.sin()], dim=1))
+    where = (prompts.qkv, prompts.cache, prompts.table, torch.zeros_like(positions), positions, rotation)
+    for keys_too in (False, True):
+        time = seconds_in_graph([partial(rotate_and_write, *where, keys_too=keys_too)], 8)
+        moved = 2 * prompts.qkv.numel() * 2 + keys_too * tokens * KV * DIM * 2
+        print(f"rotation of {tokens} tokens, keys too: {keys_too}: {time * 1e6:.0f} us, {moved / time / 1e12:.2f} TB/s")
+
+
 def main() -> None:
     begin = time.monotonic()
     errors = checked()
@@ -176,6 +190,7 @@ def main() -> None:
             print(f"{name:44} {columns}  {tera:7.0f}  {in_a_step(long) * 1e6:9.0f}  {error:.4f}", flush=True)
         except Exception as failure:
             print(f"{name}: {str(failure)[:100]}", flush=True)
+    print_rotation(8000)
     print(f"{time.monotonic() - begin:.0f} s in all")
 
 
