@@ -84,18 +84,18 @@ def load_ours(gguf: Path, folder: Path) -> Any:
     return worker
 
 
-def load_theirs(folder: Path) -> Any:
-    """transformers with its defaults (sdpa), in float32, on the tensors of the same shard set of one rank."""
+def load_theirs(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """transformers with its defaults (sdpa) on the tensors of the same shard set of one rank."""
     import transformers
     from safetensors.torch import load_file
 
     config = transformers.AutoConfig.from_pretrained(folder)
     cls = getattr(transformers, (config.architectures or [""])[0])
-    model = cls._from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    model = cls._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
     tensors = load_file(folder / "rank-0-of-1.safetensors")
     model.load_state_dict({n: t for n, t in tensors.items() if not n.startswith("_pad.")}, strict=False)
     model.tie_weights()
-    return model
+    return model.to(device)
 
 
 def run_ours(worker: Any, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -32,7 +32,8 @@ from typing import Any
 
 from mgtp.runtime.dummy import dummy_shard_set
 from mgtp.runtime.launch import group
-from mgtp.runtime.launch.bench import Bench, BenchOptions
+from mgtp.runtime.launch.bench import Bench
+from mgtp.runtime.launch.bench_options import BenchOptions
 from mgtp.runtime.launch.start import LaunchOptions, start_ranks
 from mgtp.runtime.server.life import Life, bind
 from mgtp.runtime.server.options import ServerOptions
@@ -108,9 +109,10 @@ def launch_options(arguments: argparse.Namespace) -> LaunchOptions:
 def offline(arguments: argparse.Namespace, shard_set: ShardSet) -> dict[str, Any]:
     """What `mgtp bench` measures of the engine."""
     shape = arguments.prompt_tokens, arguments.output_tokens
-    started = start_ranks(shard_set, launch_options(arguments))
+    launch = launch_options(arguments)
+    started = start_ranks(shard_set, launch)
     with started.group:
-        found = Bench(started, shard_set).run(BenchOptions([1], [], arguments.requests, *shape))
+        found = Bench(started, shard_set, launch).run(BenchOptions([1], [], arguments.requests, *shape))
     assert found.throughput is not None
     return {
         "device": found.device,

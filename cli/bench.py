@@ -28,7 +28,7 @@ from .launching import (
 from .options import positive
 
 if TYPE_CHECKING:
-    from ..runtime.launch.bench import BenchOptions, BenchReport
+    from ..runtime.launch.bench import BenchReport
 
 
 @app.command("bench")
@@ -44,10 +44,21 @@ def bench(
     allow_shared_device: SharedDeviceOption = False,
     collective: CollectiveOption = "auto",
     batches: Annotated[str, typer.Option(help="Sequences at once in decode steps.")] = "1,8,32,128",
-    prefills: Annotated[str, typer.Option(help="Prompts at once x tokens of each.")] = "1x512,32x512,1x8000",
+    prefills: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts at once x tokens of each; default: 1x512,32x512,1x8000, or what the context allows."
+        ),
+    ] = None,
     requests: Annotated[int, typer.Option(min=0, help="Requests of the offline run; 0 leaves it out.")] = 512,
-    prompt_tokens: Annotated[int, typer.Option(callback=positive, help="Of each request, but for prefills.")] = 512,
-    output_tokens: Annotated[int, typer.Option(callback=positive, help="Of each request, but for prefills.")] = 128,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(callback=positive, help="Of each request, but for prefills; default: 512, or what fits."),
+    ] = None,
+    output_tokens: Annotated[
+        int | None,
+        typer.Option(callback=positive, help="Of each request, but for prefills; default: 128, or what fits."),
+    ] = None,
     max_batch_tokens: Annotated[int, typer.Option(callback=positive, help="Tokens of one step at most.")] = 8192,
     max_num_seqs: Annotated[
         int | None, typer.Option(callback=positive, help="Sequences at once at most; default: the most that are asked.")
@@ -69,21 +80,24 @@ def bench(
 
     JSON: device, tp_size, cp_size, dtype, weight_bytes, ready_s, load_s, load_bytes_per_s, ceiling, decode, prefill,
     throughput, collectives (with --collectives: backend, batch, launches a step, ms, share of the step, null when fewer
-    than 8 were timed, operations), first_token (with --cp-sizes: cp_size, requests, tokens, seconds).
+    than 8 were timed, operations), first_token (with --cp-sizes: as prefill, and cp_size). load_bytes_per_s is null where
+    nothing is brought over.
     """
-    from ..runtime.launch.bench import Bench, BenchOptions
+    from ..runtime.launch.bench import Bench
+    from ..runtime.launch.bench_options import check_at_once, fitting_options
     from .console import print_json
     from .launching import check_launch, launch_options, open_set, running
 
-    shapes, numbers, others = _shapes(prefills), _sizes(batches, "--batches"), _sizes(cp_sizes, "--cp-sizes")
-    if others and not shapes:
-        raise UsageError(f"--cp-sizes {cp_sizes!r} times prefills, there are none", "give some with --prefills")
-    options = BenchOptions(numbers, shapes, requests, prompt_tokens, output_tokens, collectives)
+    sizes, shapes = _sizes(batches, "--batches"), None if prefills is None else _shapes(prefills)
+    others = _sizes(cp_sizes, "--cp-sizes")
     shard_set = open_set(directory, tp_size, dtype, dummy=dummy_weights)
     if collectives and shard_set.plan.tp_size == 1:
         raise UsageError("--collectives times those of tp ranks, there is one", "use a shard set of several ranks")
-    _check_lengths(options, shard_set.model.max_position)
-    longest = max([prompt_tokens + output_tokens, *(tokens + 1 for _, tokens in options.prefills)])
+    options = fitting_options(
+        shard_set.model.max_position, sizes, shapes, requests, prompt_tokens, output_tokens, collectives
+    )
+    if others and not options.prefills:
+        raise UsageError(f"--cp-sizes {cp_sizes!r} times prefills, there are none", "give some with --prefills")
     launch = launch_options(
         ctx,
         cp_size=cp_size,
@@ -91,32 +105,24 @@ def bench(
         devices=devices,
         allow_shared_device=allow_shared_device,
         collective=collective,
-        max_model_len=longest,
-        max_num_seqs=max_num_seqs or max([requests, *options.batches, *(n for n, _ in options.prefills)]),
+        max_model_len=options.longest,
+        max_num_seqs=max_num_seqs or options.most_at_once,
         max_batch_tokens=max_batch_tokens,
         kv_cache_memory=kv_cache_memory,
         block_size=block_size,
         enforce_eager=enforce_eager,
         step_timeout=step_timeout,
     )
-    for size in others:  # before the first ones are measured
-        check_launch(shard_set, replace(launch, cp_size=size))
+    check_at_once(options, launch)
+    launches = [replace(launch, cp_size=size) for size in others]
+    for each in launches:
+        check_launch(shard_set, each)  # before anything is measured that would be lost
     with running(shard_set, launch) as started:
-        report = Bench(started, shard_set).run(options)
-    for size in others:
-        with running(shard_set, replace(launch, cp_size=size)) as started:
-            report.first_token += Bench(started, shard_set).first_tokens(options.prefills)
+        report = Bench(started, shard_set, launch).run(options)
+    for each in launches:
+        with running(shard_set, each) as started:
+            report.first_token += Bench(started, shard_set, each).first_tokens(options.prefills)
     print_json(report) if as_json else _print(report)
-
-
-def _check_lengths(options: BenchOptions, longest: int) -> None:
-    """Raise UsageError for requests of more tokens than the model has positions."""
-    asked = {f"--prefills {n}x{tokens} and a token of answer": tokens + 1 for n, tokens in options.prefills}
-    prompt, output = options.prompt_tokens, options.output_tokens
-    asked[f"--prompt-tokens {prompt} and --output-tokens {output}"] = prompt + output
-    for what, length in asked.items():
-        if length > longest:
-            raise UsageError(f"{what} are {length}, the model takes {longest}", "ask for fewer tokens")
 
 
 def _sizes(text: str, option: str) -> list[int]:
@@ -132,10 +138,10 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     """'1x512' as (1, 512)."""
     shapes = []
     for part in text.split(",") if text else []:
-        numbers = _sizes(part.replace("x", ","), "--prefills")
-        if len(numbers) != 2:
+        numbers = [n.strip() for n in part.split("x")]
+        if len(numbers) != 2 or not all(n.isdecimal() and int(n) for n in numbers):
             raise UsageError(f"--prefills {text!r}: {part!r} is not of the form 1x512", "give prompts x tokens")
-        shapes.append((numbers[0], numbers[1]))
+        shapes.append((int(numbers[0]), int(numbers[1])))
     return shapes
 
 
@@ -143,36 +149,37 @@ def _print(report: BenchReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ..runtime.launch.bench import FirstTokenFigure
+    from ..runtime.launch.bench_work import metric
+    from ..shardplan.values import counted
+
     console = Console(width=None if Console().is_terminal else 120)
-    ceiling = report.ceiling
+    ceiling, load = report.ceiling, report.load_bytes_per_s
     print(
         f"{report.device}, tp {report.tp_size}, cp {report.cp_size}, {report.dtype}, "
-        f"{report.weight_bytes / 1e9:.2f} GB of weights"
+        f"{metric(report.weight_bytes, 'B')} of weights"
     )
-    print(
-        f"ceiling: copy {ceiling.copy_bytes_per_s / 1e12:.3f} TB/s, product {ceiling.product_flops / 1e12:.1f} TFLOP/s"
-    )
-    print(f"ready in {report.ready_s:.1f} s, of which loading {report.load_s:.2f} s")
+    print(f"ceiling: copy {metric(ceiling.copy_bytes_per_s, 'B/s')}, product {metric(ceiling.product_flops, 'FLOP/s')}")
+    rate = "" if load is None else f", {metric(load, 'B/s')}"
+    print(f"ready in {report.ready_s:.1f} s, of which loading {report.load_s:.2f} s{rate}")
     table = Table(box=None, pad_edge=False)
-    for column in ("", "measured", "tokens/s", "floor", "of the ceiling"):
+    for column in ("", "measured", "tokens/s", "work", "floor", "of the ceiling"):
         table.add_column(column, justify="right" if column else "left")
     for d in report.decode:
-        step, floor = f"{d.step_ms:.3f} ms", f"{d.floor_ms:.3f} ms"
-        table.add_row(
-            f"decode step, batch {d.batch}", step, f"{d.tokens_per_s:.0f}", floor, f"{d.share_of_ceiling:.0%}"
-        )
-    for p in report.prefill:
-        name, floor = f"prefill {p.requests} x {p.tokens}", f"{p.floor_seconds * 1e3:.1f} ms"
-        table.add_row(name, f"{p.seconds * 1e3:.1f} ms", f"{p.tokens_per_s:.0f}", floor, f"{p.share_of_ceiling:.0%}")
-    for f in report.first_token:
-        name, rate = f"prefill {f.requests} x {f.tokens}, cp {f.cp_size}", f"{f.requests * f.tokens / f.seconds:.0f}"
-        table.add_row(name, f"{f.seconds * 1e3:.1f} ms", rate, "", "")
-    if report.throughput is not None:
-        t = report.throughput
-        name = f"{t.requests} requests, {t.prompt_tokens} in, {t.output_tokens} out"
-        table.add_row(name, f"{t.seconds:.2f} s", f"{t.output_tokens_per_s:.0f}", "", "")
+        work = f"{metric(d.bytes_per_step, 'B')} read"
+        times = f"{d.step_ms:.3f} ms", f"{d.tokens_per_s:.0f}", work, f"{d.floor_ms:.3f} ms"
+        table.add_row(f"decode step, batch {d.batch}", *times, f"{d.share_of_ceiling:.1%}")
+    for p in (*report.prefill, *report.first_token):
+        where = f", cp {p.cp_size}" if isinstance(p, FirstTokenFigure) else ""
+        times = f"{p.seconds * 1e3:.1f} ms", f"{p.tokens_per_s:.0f}", metric(p.flops, "FLOP")
+        floor = f"{p.floor_seconds * 1e3:.3f} ms", f"{p.share_of_ceiling:.1%}"
+        table.add_row(f"prefill {p.requests} x {p.tokens}{where}", *times, *floor)
+    if (t := report.throughput) is not None:
+        name = f"{counted(t.requests, 'request')}, {t.prompt_tokens} in, {t.output_tokens} out"
+        times = f"{t.seconds:.2f} s", f"{t.output_tokens_per_s:.0f}", "", f"{t.floor_seconds:.2f} s"
+        table.add_row(name, *times, f"{t.share_of_ceiling:.1%}")
     console.print(table)
     for c in report.collectives:
-        part = "too few steps to say of how much" if c.share is None else f"{c.share:.0%} of the step"
+        part = "too few steps to say of how much" if c.share is None else f"{c.share:.1%} of the step"
         what = f"{c.launches} launches, {c.ms:.3f} ms, {part}"
         print(f"collectives over {c.backend}, batch {c.batch}: {what}")

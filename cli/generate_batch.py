@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..shardplan.errors import MgtpError, UsageError
+from ..shardplan.values import counted
 
 if TYPE_CHECKING:
     from ..runtime.launch.start import LaunchOptions
@@ -61,7 +62,7 @@ def run_batch(
         print_json(summary)
     if summary.failed:
         raise MgtpError(
-            f"{summary.failed} of {summary.requests} requests failed",
+            f"{summary.failed} of {counted(summary.requests, 'request')} failed",
             f"{summary.output} says why; without these lines, a rerun tries them again",
         )
 
@@ -75,7 +76,7 @@ def _run(
 
     total, done = len(requests.lines), len(results.done)
     if done == total:
-        log.info("%s has all %d results", results.path, total)
+        log.info("%s has all of %s", results.path, counted(total, "result"))
         return Summary(str(results.path), total, done, results.num_failed)
     if done:
         log.info("%s has %d of %d results, going on", results.path, done, total)
@@ -88,10 +89,10 @@ def _run(
         log.info("the results so far are in %s: the same command goes on from there", results.path)
         raise
     log.info(
-        "%d results in %s: %d tokens in %.1f s, %.0f tokens/s",
-        total,
+        "%s in %s: %s in %.1f s, %.0f tokens/s",
+        counted(total, "result"),
         results.path,
-        summary.completion_tokens,
+        counted(summary.completion_tokens, "token"),
         summary.seconds,
         summary.tokens_per_second,
     )

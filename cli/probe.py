@@ -32,7 +32,7 @@ def probe(
     allow_shared_device: SharedDeviceOption = False,
     collective: CollectiveOption = "auto",
     plot: Annotated[
-        Path | None, typer.Option(parser=path, help="Draw latency over message size into this .svg file.")
+        Path | None, typer.Option(parser=path, help="Draw latency over message size into this .svg or .png file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -42,38 +42,42 @@ def probe(
     num_links, peer_access, written, bandwidth), collectives (backend, size, world, latency in seconds, bandwidth in
     bytes a second, verified), choice (backend, reason, cross_overs), faults (backend: why it cannot be used).
     """
-    from ..runtime.launch.device_probe import probe_devices
+    from ..runtime.launch.device_probe import num_ranks, probe_devices
     from .console import print_json
+    from .latency_plot import latency_plot
     from .launching import launch_options, show_stages
 
-    _check_plot(plot)
     options = launch_options(
         ctx, device=device, devices=devices, allow_shared_device=allow_shared_device, collective=collective
     )
-    with show_stages(tp_size or 1) as on_stage:
-        result = probe_devices(tp_size, options, on_stage)
+    ranks = num_ranks(tp_size, options)
     if plot is not None:
-        _draw(plot, result)
+        _check_plot(plot, ranks)
+    with show_stages(ranks) as on_stage:
+        result = probe_devices(ranks, options, on_stage)
+    if plot is not None:
+        plot.write_bytes(latency_plot(result.collectives, plot.suffix))
     print_json(result) if as_json else _print(result)
 
 
-def _check_plot(plot: Path | None) -> None:
-    """Refuse what cannot be drawn before anything is measured."""
-    from ..shardplan.errors import UsageError
+def _check_plot(plot: Path, ranks: int) -> None:
+    """Refuse what cannot be drawn, or not there, before anything is measured."""
+    from ..shardplan.errors import MgtpError, UsageError
+    from .latency_plot import check_ending
 
-    if plot is not None and plot.suffix != ".svg":
-        raise UsageError(f"--plot {plot}: {plot.suffix or 'no ending'} is not .svg", "name a file such as latency.svg")
-    if plot is not None and not plot.parent.is_dir():
-        raise UsageError(f"--plot {plot}: {plot.parent} is not a folder", "make it first")
-
-
-def _draw(plot: Path, result: ProbeResult) -> None:
-    from ..shardplan.errors import UsageError
-    from .latency_plot import latency_svg
-
-    if not result.collectives:
-        raise UsageError("--plot needs collectives, one rank has none", "add --tp-size 2")
-    plot.write_text(latency_svg(result.collectives))
+    if ranks == 1:
+        raise UsageError(f"--plot {plot}: one rank has no collectives to draw", "add --tp-size 2")
+    try:
+        check_ending(plot.suffix)
+        was_there = plot.exists()
+        plot.open("ab").close()
+        if not was_there:
+            plot.unlink()
+    except MgtpError as error:
+        raise UsageError(f"--plot {plot}: {error.message}", error.hint) from None
+    except OSError as error:
+        hint = "name a file that can be written, in a folder that exists"
+        raise UsageError(f"--plot {plot}: {error.strerror}", hint) from None
 
 
 def _print(result: ProbeResult) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..shardplan.values import counted
+
 LINE_SECONDS = 30.0
 """Time between two lines where there is no terminal: short work says nothing."""
 
@@ -60,7 +62,7 @@ def requests_progress(total: int) -> Iterator[Callable[[int, int], None]]:
             now = time.monotonic()
             if now - last >= LINE_SECONDS:
                 last = now
-                log.info("%d of %d requests, %.0f tokens/s", done, total, tokens / (now - begin))
+                log.info("%d of %s, %.0f tokens/s", done, counted(total, "request"), tokens / (now - begin))
 
         yield show
         return

@@ -174,9 +174,10 @@ def test_transformers_is_for_tests_only(folder: str) -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     """Guards against a package that is there only because the tests, or another package, need it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in project["dependencies"]}
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in requirements}
     come_with = {"triton": "torch", "starlette": "fastapi", "h11": "uvicorn"}
-    names = {"pyzmq": "zmq"}
+    names = {"pyzmq": "zmq", "pillow": "PIL"}
     known = sys.stdlib_module_names | {names.get(name, name) for name in declared} | {"mgtp"}
     known |= {name for name, owner in come_with.items() if owner in declared}
     wrong = [

@@ -13,13 +13,15 @@ def parse_collective(text: str, axes: Sequence[str]) -> dict[str, str]:
     """Of every axis the backend that was asked for: 'host' for all of them, or 'tp=oneshot,cp=nccl' (others: auto)."""
     if "=" not in text:
         return dict.fromkeys(axes, _known(text, text))
-    asked = dict.fromkeys(axes, "auto")
+    asked: dict[str, str] = {}
     for part in text.split(","):
         axis, _, backend = part.partition("=")
         if axis not in axes:
             raise UsageError(f"--collective {text!r}: {axis!r} is not a mesh axis", f"axes: {', '.join(axes)}")
+        if axis in asked:
+            raise UsageError(f"--collective {text!r} names {axis} twice", "give one backend an axis")
         asked[axis] = _known(backend, text)
-    return asked
+    return {axis: asked.get(axis, "auto") for axis in axes}
 
 
 def _known(backend: str, text: str) -> str:

@@ -11,14 +11,17 @@ from itertools import pairwise
 
 import msgspec
 
-from ...shardplan.config import ModelConfig
-from ...shardplan.errors import MgtpError, RankError
+from ...shardplan.dtypes import itemsize
+from ...shardplan.errors import DeviceError, MgtpError, RankError
 from ...shardplan.shard_set import ShardSet
-from ..cache_layout import cache_groups, kv_shape
+from ...shardplan.values import counted
+from ..capacity import CacheDemand
 from ..messages import CeilingReport, MeasureCeiling, Request, RequestFailed, Tokens
 from ..sampling_params import SamplingParams
+from .bench_options import BenchOptions
+from .bench_work import metric, prefill_flops, step_bytes
 from .collective_share import CollectiveShare, measure_share
-from .start import StartedGroup
+from .start import LaunchOptions, StartedGroup
 
 log = logging.getLogger("mgtp.bench")
 
@@ -26,19 +29,6 @@ TIMEOUT_SECONDS = 300.0
 
 FEWEST_STEPS = 8
 """Decode steps that must be timed before something is said to be a part of one."""
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-class BenchOptions(msgspec.Struct, frozen=True):
-    """What is measured: batch sizes of decode steps, prefills as (requests, tokens of each), and the offline run."""
-
-    batches: list[int]
-    prefills: list[tuple[int, int]]
-    num_requests: int
-    prompt_tokens: int
-    output_tokens: int
-    collectives: bool = False
 
 
 class Ceiling(msgspec.Struct):
@@ -72,12 +62,16 @@ class PrefillFigure(msgspec.Struct):
     tokens: int
     seconds: float
     tokens_per_s: float
+    flops: float
     floor_seconds: float
     share_of_ceiling: float
 
 
 class ThroughputFigure(msgspec.Struct):
-    """All requests sent at once: seconds until the last token, and output tokens a second."""
+    """All requests sent at once: seconds until the last token, and output tokens a second.
+
+    The floor: the prompts' arithmetic, then what decode steps of all sequences that run at once must read.
+    """
 
     requests: int
     prompt_tokens: int
@@ -85,19 +79,21 @@ class ThroughputFigure(msgspec.Struct):
     seconds: float
     output_tokens_per_s: float
     median_first_token_s: float
+    floor_seconds: float
+    share_of_ceiling: float
 
 
-class FirstTokenFigure(msgspec.Struct):
-    """The same time as a PrefillFigure's, of ranks that were started with another cp size."""
+class FirstTokenFigure(PrefillFigure):
+    """A PrefillFigure of ranks that were started with another cp size, beside what those ranks' devices can do."""
 
     cp_size: int
-    requests: int
-    tokens: int
-    seconds: float
 
 
 class BenchReport(msgspec.Struct):
-    """Everything that was measured; times in seconds unless named otherwise."""
+    """Everything that was measured; times in seconds unless named otherwise.
+
+    `load_bytes_per_s` is None where nothing is brought over: on the CPU, and with made-up weights.
+    """
 
     device: str
     tp_size: int
@@ -106,7 +102,7 @@ class BenchReport(msgspec.Struct):
     weight_bytes: int
     ready_s: float
     load_s: float
-    load_bytes_per_s: float
+    load_bytes_per_s: float | None
     ceiling: Ceiling
     decode: list[DecodeFigure]
     prefill: list[PrefillFigure]
@@ -130,8 +126,10 @@ class Arrivals(msgspec.Struct):
 class Bench:
     """Sends requests with random prompts to the ranks and notes when their tokens come."""
 
-    def __init__(self, started: StartedGroup, shard_set: ShardSet) -> None:
+    def __init__(self, started: StartedGroup, shard_set: ShardSet, launch: LaunchOptions) -> None:
+        self.launch = launch
         self.started, self.model, self.plan = started, shard_set.model, shard_set.plan
+        self.loads = shard_set.has_weights and started.ready[0].device != "cpu"
         self.cp_size = len(started.ready) // self.plan.tp_size
         self._random = random.Random(0)
         self._count = 0
@@ -139,11 +137,13 @@ class Bench:
     def run(self, options: BenchOptions) -> BenchReport:
         """Measure everything, the limits first."""
         ready = self.started.ready
+        self._check_room(options)
         ceiling = self._ceiling()
-        log.info("copy %.2f TB/s, product %.0f TFLOP/s", ceiling.copy_bytes_per_s / 1e12, ceiling.product_flops / 1e12)
-        self._send(
-            [(options.prompt_tokens, min(8, options.output_tokens))]
-        )  # what the first request of all sets up is no one's figure
+        if options.batches or options.num_requests:
+            # What the first request of all sets up is no one's figure.
+            self._send([(options.prompt_tokens, min(8, options.output_tokens))])
+        else:
+            self._send([(min(tokens for _, tokens in options.prefills), 1)])
         decode = [self._decode(batch, options, ceiling) for batch in options.batches]
         prefill = [self._prefill(*shape, ceiling) for shape in options.prefills]
         load = max(r.load_seconds for r in ready)
@@ -156,11 +156,11 @@ class Bench:
             weight_bytes=weights,
             ready_s=self.started.seconds,
             load_s=load,
-            load_bytes_per_s=weights / load,
+            load_bytes_per_s=weights / load if self.loads else None,
             ceiling=ceiling,
             decode=decode,
             prefill=prefill,
-            throughput=self._throughput(options) if options.num_requests else None,
+            throughput=self._throughput(options, ceiling) if options.num_requests else None,
             collectives=[self._share(figure) for figure in decode] if options.collectives else [],
         )
 
@@ -174,7 +174,29 @@ class Bench:
             if isinstance(message, CeilingReport):
                 reports[message.rank] = message
         found = reports.values()
-        return Ceiling(min(r.copy_bytes_per_s for r in found), min(r.product_flops for r in found))
+        ceiling = Ceiling(min(r.copy_bytes_per_s for r in found), min(r.product_flops for r in found))
+        log.info(
+            "copy %s, product %s", metric(ceiling.copy_bytes_per_s, "B/s"), metric(ceiling.product_flops, "FLOP/s")
+        )
+        return ceiling
+
+    def _check_room(self, options: BenchOptions) -> None:
+        """Raise DeviceError for a batch whose sequences the cache cannot hold at once: some would wait."""
+        launch, plan, tokens = self.launch, self.plan, options.request_tokens
+        demand = CacheDemand(
+            launch.max_num_seqs, tokens, launch.max_batch_tokens, launch.block_size, launch.cp_size
+        )  # fmt: skip
+        needs = demand.needs(self.model, plan.shared_axes(), 0, itemsize(plan.dtype))
+        if not needs.groups:
+            return  # recurrent layers alone
+        one = needs.blocks(1, tokens)[0] - 1
+        most = self.started.ready[0].kv_cache_tokens // demand.block_span // one
+        for batch in options.batches:
+            if batch > most:
+                raise DeviceError(
+                    f"--batches {batch}: the KV cache holds {counted(most, 'sequence')} of {tokens} tokens at once",
+                    f"use --batches {most} or less, shorter requests, or more --kv-cache-memory",
+                )
 
     def _decode(self, batch: int, options: BenchOptions, ceiling: Ceiling) -> DecodeFigure:
         """The time between steps in which all of `batch` sequences got a token."""
@@ -185,7 +207,9 @@ class Bench:
         later = steps[len(steps) // 2 :]
         if not later:
             raise MgtpError(
-                f"{options.output_tokens} output token(s) of {batch} request(s): no step to time", "ask for more tokens"
+                f"--batches {batch}: of {counted(options.output_tokens, 'output token')} a request, "
+                "no step was one of all sequences",
+                "ask for more with --output-tokens",
             )
         step = sum(later) / len(later)
         context = options.prompt_tokens + options.output_tokens // 2
@@ -203,26 +227,47 @@ class Bench:
 
     def _prefill(self, requests: int, tokens: int, ceiling: Ceiling) -> PrefillFigure:
         seconds = self._first_token_seconds(requests, tokens)
-        floor = prefill_flops(self.model, self.plan, requests, tokens) / self.cp_size / ceiling.product_flops
+        flops = prefill_flops(self.model, self.plan, requests, tokens) / self.cp_size
+        floor = flops / ceiling.product_flops
         log.info("prefill, %d x %d: %.4f s, %.0f %% of the ceiling", requests, tokens, seconds, 100 * floor / seconds)
-        return PrefillFigure(requests, tokens, seconds, requests * tokens / seconds, floor, floor / seconds)
+        return PrefillFigure(requests, tokens, seconds, requests * tokens / seconds, flops, floor, floor / seconds)
 
     def first_tokens(self, prefills: Sequence[tuple[int, int]]) -> list[FirstTokenFigure]:
         """The prefills alone, to compare cp sizes by."""
+        ceiling = self._ceiling()
         self._send([(min(tokens for _, tokens in prefills), 1)])
-        return [FirstTokenFigure(self.cp_size, n, t, self._first_token_seconds(n, t)) for n, t in prefills]
+        found = [self._prefill(*shape, ceiling) for shape in prefills]
+        return [FirstTokenFigure(**msgspec.structs.asdict(figure), cp_size=self.cp_size) for figure in found]
 
     def _first_token_seconds(self, requests: int, tokens: int) -> float:
         """Until the last request's first token: the median of three times."""
         return statistics.median(self._send([(tokens, 1)] * requests).seconds for _ in range(3))
 
-    def _throughput(self, options: BenchOptions) -> ThroughputFigure:
-        shape = (options.prompt_tokens, options.output_tokens)
-        arrivals = self._send([shape] * options.num_requests)
-        rate = options.num_requests * options.output_tokens / arrivals.seconds
+    def _throughput(self, options: BenchOptions, ceiling: Ceiling) -> ThroughputFigure:
+        shape, count = (options.prompt_tokens, options.output_tokens), options.num_requests
+        arrivals = self._send([shape] * count)
+        seconds = arrivals.seconds
+        rate = count * options.output_tokens / seconds
+        floor = self._least_seconds(options, ceiling)
         first = statistics.median(arrivals.first_tokens.values())
-        log.info("%d requests: %.2f s, %.0f output tokens/s", options.num_requests, arrivals.seconds, rate)
-        return ThroughputFigure(options.num_requests, *shape, arrivals.seconds, rate, first)
+        log.info(
+            "%s: %.2f s, %.0f output tokens/s, %.0f %% of the ceiling",
+            counted(count, "request"), seconds, rate, 100 * floor / seconds,
+        )  # fmt: skip
+        return ThroughputFigure(count, *shape, seconds, rate, first, floor, floor / seconds)
+
+    def _least_seconds(self, options: BenchOptions, ceiling: Ceiling) -> float:
+        """What the offline run takes at best: its prompts at the ceiling, then its steps, of all that may run at once."""
+        count, prompt = options.num_requests, options.prompt_tokens
+        flops = prefill_flops(self.model, self.plan, count, prompt) / self.cp_size
+        at_once = min(count, self.launch.max_num_seqs)
+        steps = (options.output_tokens - 1) * count / at_once
+        size = step_bytes(self.model, self.plan, at_once, prompt + options.output_tokens // 2, self.cp_size)
+        return flops / ceiling.product_flops + steps * size / ceiling.copy_bytes_per_s
+
+    def seconds(self, shapes: Sequence[tuple[int, int]]) -> float:
+        """Until the last token of requests of (prompt tokens, output tokens), all sent at once."""
+        return self._send(shapes).seconds
 
     def _send(self, shapes: Sequence[tuple[int, int]]) -> Arrivals:
         """Run requests of (prompt tokens, output tokens), all sent at once; no two prompts begin alike."""
@@ -249,45 +294,3 @@ class Bench:
                     if output.finish_reason is not None:
                         open_requests.discard(output.id)
         return arrivals
-
-
-def step_bytes(model: ModelConfig, plan, batch: int, context: int, cp_size: int = 1) -> int:
-    """Bytes that the rank with the most to do must read in a decode step: its weights once, and all tokens it caches."""
-    axes = plan.shared_axes()
-    most = 0
-    for rank in plan.ranks:
-        sizes = {t.name: t.bytes for t in rank.tensors if t.source is not None}
-        weights = sum(sizes.values()) - (0 if model.tie_word_embeddings else sizes.get(EMBEDDING, 0))
-        item = sizes[EMBEDDING] // max(1, _elements(rank, EMBEDDING))
-        cached = 0
-        for group in cache_groups(model):
-            seen = context if group.window is None else min(context, group.window)
-            for layer in group.layers:
-                heads, dim = kv_shape(model, axes, rank.rank, layer)
-                cached += 2 * heads * dim * seen * item
-        most = max(most, weights + batch * cached // cp_size)
-    return most
-
-
-def prefill_flops(model: ModelConfig, plan, requests: int, tokens: int) -> float:
-    """Floating-point operations of the slowest rank: two a weight and token (head: once a request), and attention."""
-    most = 0.0
-    for rank in plan.ranks:
-        elements = {t.name: _elements(rank, t.name) for t in rank.tensors if t.source is not None}
-        head = elements.pop(HEAD, 0) or elements.get(EMBEDDING, 0)
-        elements.pop(EMBEDDING, 0)
-        attention = 0.0
-        for layer in model.layers:
-            if layer.attention is not None:
-                a = layer.attention
-                seen = tokens if a.window is None else min(tokens, 2 * a.window)
-                attention += 2 * tokens * seen * a.num_heads * a.head_dim / plan.tp_size
-        most = max(most, requests * (2.0 * sum(elements.values()) * tokens + 2.0 * head + attention))
-    return most
-
-
-def _elements(rank, name: str) -> int:
-    """Elements that a rank holds of a tensor."""
-    import math
-
-    return next(math.prod(t.shape) for t in rank.tensors if t.name == name)

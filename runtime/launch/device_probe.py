@@ -12,7 +12,8 @@ from ..collectives.crossover import CrossOver, cross_overs
 from ..collectives.request import check_placement, parse_collective
 from ..messages import CollectiveFigure, DeviceReport, LinkInfo, Stage
 from ..options import RankOptions
-from .devices import place_ranks, visible_gpus
+from .device_memory import total_bytes
+from .devices import place_ranks
 from .group import RankGroup
 from .start import LaunchOptions
 
@@ -49,13 +50,18 @@ class ProbeResult(msgspec.Struct):
     faults: dict[str, str]
 
 
+def num_ranks(tp_size: int | None, options: LaunchOptions) -> int:
+    """Ranks to start: as many as asked for, else one a GPU, and one on the CPU."""
+    if tp_size is not None:
+        return tp_size
+    return max(1, len(total_bytes(options.device) if options.devices is None else options.devices))
+
+
 def probe_devices(
-    tp_size: int | None, options: LaunchOptions, on_stage: Callable[[int, str], None] | None = None
+    tp_size: int, options: LaunchOptions, on_stage: Callable[[int, str], None] | None = None
 ) -> ProbeResult:
-    """Start a rank a device (or `tp_size`) and put together what they say. Raises UsageError, DeviceError, RankError."""
+    """Start `tp_size` ranks and put together what they say. Raises UsageError, DeviceError, RankError."""
     devices = None if options.devices is None else list(options.devices)
-    if tp_size is None:
-        tp_size = 1 if options.device == "cpu" else max(1, len(devices or visible_gpus()))
     placement = place_ranks(tp_size, options.device, devices, options.allow_shared_device)
     check_placement(parse_collective(options.collective, ["tp"]), placement.device, placement.indices)
     rank_options = RankOptions(

@@ -28,6 +28,9 @@ from .patience import Patience
 
 log = logging.getLogger("mgtp.launch")
 
+MAX_NUM_SEQS = 65536
+"""Every sequence that may run has a place in tables and states, whether it runs or not."""
+
 BLOCK_SIZES = tuple(1 << n for n in range(9))
 
 COLLECTIVE_MARGIN = 60.0
@@ -137,6 +140,8 @@ def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
             f"--max-model-len {length} is longer than the model's own {counted(model.max_position, 'token')}",
             f"use --max-model-len {model.max_position} or less, or leave it out",
         )
+    if options.max_num_seqs > MAX_NUM_SEQS:
+        raise UsageError(f"{options.max_num_seqs} sequences at once are too many", f"ask for {MAX_NUM_SEQS} or less")
     if options.block_size not in BLOCK_SIZES:
         raise UsageError(
             f"--block-size {options.block_size} must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}",

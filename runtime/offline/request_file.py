@@ -226,7 +226,7 @@ def _one_prompt(prompt: Any, name: str) -> Any:
 def _id(document: Mapping[str, Any], name: str) -> Any:
     value = document.get(name)
     if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
-        raise ApiError(400, f"{name} must be text or a number, and not empty")
+        raise ApiError(400, f"{name} must be text or a whole number, and not empty")
     return value
 
 

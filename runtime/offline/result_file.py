@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable, Sequence
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from ...shardplan.errors import UsageError
+from ...shardplan.errors import MgtpError, UsageError
 from .request_file import Line
 
 _PREFIX = "batch_req_"
@@ -43,23 +44,34 @@ class ResultFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as failure:
+            raise self._unwritten(failure) from None
+        finally:
+            self._file.close()
 
     def write(self, document: dict[str, Any], *, failed: bool) -> None:
         """Append one result; once it is written, an interruption does not lose it."""
-        self._file.write(self._encode(document) + b"\n")
-        self._file.flush()
+        content = memoryview(self._encode(document) + b"\n")
+        try:
+            while content:  # a disk that is getting full takes a part
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            raise self._unwritten(error) from None
         self.num_failed += failed
 
-    def _open(self) -> IO[bytes]:
+    def _unwritten(self, error: OSError) -> MgtpError:
+        return MgtpError(f"--output {self.path}: {error.strerror}", "make room; the same command goes on from there")
+
+    def _open(self) -> FileIO:
         try:
             if self.path.exists() and not self.path.is_file():
                 raise UsageError(f"--output {self.path} is no file", "name a file")
-            return self.path.open("a+b")
+            return self.path.open("a+b", buffering=0)
         except OSError as error:
-            raise UsageError(f"--output {self.path}: {error.strerror}", "name a file in a folder that exists") from None
+            hint = "name a file that can be written, in a folder that exists"
+            raise UsageError(f"--output {self.path}: {error.strerror}", hint) from None
 
     def _lock(self) -> None:
         try:
@@ -70,22 +82,23 @@ class ResultFile:
     def _read(self, lines: Sequence[Line], ordered: bool) -> None:
         by_key = {line.key: line for line in lines}
         expected = iter(lines)
-        self._file.seek(0)
         end = 0
-        for number, raw in enumerate(self._file, 1):
-            if not raw.endswith(b"\n"):
-                break  # cut off
-            key, digest, failed = self._identify(raw, number)
-            line = by_key.get(key)
-            if line is None or line.digest != digest or key in self.done:
-                raise self._foreign(number)
-            if ordered and next(expected) is not line:
-                raise UsageError(
-                    f"--output {self.path} line {number} is out of order", "add --unordered, as in the run before"
-                )
-            self.done.add(key)
-            self.num_failed += failed
-            end += len(raw)
+        with open(self._file.fileno(), "rb", closefd=False) as reader:
+            reader.seek(0)
+            for number, raw in enumerate(reader, 1):
+                if not raw.endswith(b"\n"):
+                    break  # cut off
+                key, digest, failed = self._identify(raw, number)
+                line = by_key.get(key)
+                if line is None or line.digest != digest or key in self.done:
+                    raise self._foreign(number)
+                if ordered and next(expected) is not line:
+                    raise UsageError(
+                        f"--output {self.path} line {number} is out of order", "add --unordered, as in the run before"
+                    )
+                self.done.add(key)
+                self.num_failed += failed
+                end += len(raw)
         self._file.truncate(end)
 
     def _identify(self, raw: bytes, number: int) -> tuple[str, str, bool]:

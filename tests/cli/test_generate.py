@@ -202,6 +202,10 @@ def test_bench_times_prompts_at_several_cp_sizes(tmp_path, base, sharded):
     assert (report["cp_size"], [p["tokens"] for p in report["prefill"]]) == (1, [60])
     (figure,) = report["first_token"]
     assert (figure["cp_size"], figure["requests"], figure["tokens"]) == (2, 1, 60) and figure["seconds"] > 0
+    assert figure.keys() - {"cp_size"} == report["prefill"][0].keys()
+    for f in (*report["decode"], *report["prefill"], figure):
+        assert 0 < f["share_of_ceiling"] < 1
+    assert report["load_bytes_per_s"] is None, "the file is mapped"
 
 
 def test_a_rank_that_loads_too_much_fails_the_probe(tmp_path, smollm2, sharded, monkeypatch, capsys):

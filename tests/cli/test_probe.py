@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 import xml.etree.ElementTree as ElementTree
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mgtp.cli.latency_plot import latency_svg
+from mgtp.cli import latency_plot as plots
+from mgtp.cli.latency_plot import latency_plot
 from mgtp.runtime.collectives.crossover import cross_overs
 from mgtp.runtime.messages import CollectiveFigure
+from mgtp.shardplan.errors import UsageError
 from tests.processes import mgtp
 
 
@@ -44,8 +47,9 @@ def test_ranks_on_the_cpu(short_folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--plot", "x.png"), ".png is not .svg"),
-        (("--plot", "/nowhere/x.svg"), "/nowhere is not a folder"),
+        (("--plot", "x.pdf", "--tp-size", "2"), ".pdf is not .svg or .png"),
+        (("--plot", "x.svg"), "one rank has no collectives to draw"),
+        (("--plot", "/nowhere/x.svg", "--tp-size", "2"), "/nowhere/x.svg: No such file or directory"),
         (("--collective", "ring"), "'ring' is unknown"),
         (("--collective", "nccl", "--tp-size", "2"), "--collective nccl needs GPUs"),
     ],
@@ -69,7 +73,26 @@ def test_cross_overs():
     assert cross_overs([]) == []
 
 
+MEASURED = (("nccl", 1024, 2e-5, True), ("nccl", 2048, 3e-5, True), ("oneshot", 1024, 5e-6, True))
+
+
 def test_the_plot_names_every_backend():
-    svg = latency_svg(figures(("nccl", 1024, 2e-5, True), ("nccl", 2048, 3e-5, True), ("oneshot", 1024, 5e-6, True)))
+    svg = latency_plot(figures(*MEASURED), ".SVG")
     texts = [e.text for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("text")]
     assert {"nccl", "oneshot", "1 KiB", "10 us"} <= set(texts)
+
+
+def test_the_plot_as_png():
+    pytest.importorskip("PIL")
+    from PIL import Image  # type: ignore[import-not-found]
+
+    image = Image.open(io.BytesIO(latency_plot(figures(*MEASURED), ".png")))
+    colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
+    assert image.format == "PNG" and {(0x2B, 0x6C, 0xB0), (0xC0, 0x56, 0x21)} <= colours
+
+
+def test_a_png_without_pillow_is_refused(monkeypatch):
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="need Pillow"):
+        plots.check_ending(".png")
+    plots.check_ending(".svg")

@@ -92,12 +92,15 @@ def test_options_that_cannot_be(options, words, tiny_checkpoint, tmp_path, capsy
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "--prefills 1x512 and a token of answer are 513, the model takes 256"),
-        (("--prefills", "1x256"), "--prefills 1x256 and a token of answer are 257, the model takes 256"),
-        (("--prefills", "", "--prompt-tokens", "250"), "--prompt-tokens 250 and --output-tokens 128 are 378"),
+        (("--prefills", "1x256"), "--prefills 1x256 and a first token need 257 tokens of context, the model has 256"),
+        (
+            ("--prompt-tokens", "250", "--output-tokens", "9"),
+            "--prompt-tokens 250 and --output-tokens 9 need 259 tokens",
+        ),
+        (("--batches", "8", "--max-num-seqs", "7"), "--batches 8: with --max-num-seqs 7 fewer run at once"),
         (("--prefills", "1x8", "--cp-sizes", "2,0"), "--cp-sizes '2,0': '0' is not a positive number"),
         (("--batches", "x"), "--batches 'x': 'x' is not a positive number"),
-        (("--prefills", "1x8", "--prompt-tokens", "9", "--cp-sizes", "2,99"), "--cp-size 99: 137 tokens"),
+        (("--prefills", "1x8", "--prompt-tokens", "9", "--cp-sizes", "2,99"), "--cp-size 99: 60 tokens"),
     ],
 )
 def test_what_bench_cannot_measure_is_refused_before_ranks_start(options, words, tiny_checkpoint, tmp_path, capsys):

@@ -87,7 +87,7 @@ def test_what_is_asked_for(text, asked):
     assert parse_collective(text, ["tp", "cp"]) == asked
 
 
-@pytest.mark.parametrize("text", ["ring", "", "tp=", "tp=ring", "dp=nccl", "tp=nccl,host"])
+@pytest.mark.parametrize("text", ["ring", "", "tp=", "tp=ring", "dp=nccl", "tp=nccl,host", "tp=nccl,tp=host"])
 def test_what_cannot_be_asked_for(text):
     with pytest.raises(UsageError) as error:
         parse_collective(text, ["tp"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 
 from mgtp.runtime.offline.request_file import Line, OfflineModel, RequestFile
 from mgtp.runtime.offline.result_file import InOrder, ResultFile, openai_result, plain_result
-from mgtp.shardplan.errors import UsageError
+from mgtp.shardplan.errors import MgtpError, UsageError
 from mgtp.shardplan.shard_set import ShardSet
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
@@ -162,6 +163,25 @@ def test_what_is_no_result_of_this_batch_is_refused_and_kept(line, out):
     with pytest.raises(UsageError, match="line 1 is no result of this batch"):
         ResultFile(out, LINES, ordered=False)
     assert out.read_text() == line + "\n"
+
+
+def test_a_full_disk_names_the_file_and_loses_nothing(out):
+    """The second result fits in part only; the error named no file, and the first thing to try was to search for it."""
+    line = len(json.dumps(result("a"), separators=(",", ":"))) + 1
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ResultFile(out, LINES, ordered=True) as results:
+        results.write(result("a"), failed=False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (line + 5, before[1]))
+        try:
+            with pytest.raises(MgtpError, match=f"--output {out}: File too large"):
+                results.write(result("b"), failed=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert out.stat().st_size == line + 5
+    with ResultFile(out, LINES, ordered=True) as results:
+        assert results.done == {"a"}
+        results.write(result("b"), failed=False)
+    assert [json.loads(text)["id"] for text in out.read_text().splitlines()] == ["a", "b"]
 
 
 def test_order_is_kept_or_refused(out):
