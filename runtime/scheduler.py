@@ -147,6 +147,7 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """The next step's work. Empty only when there is none."""
         self._publish()
+        self._drop_unseen()
         budget, scheduled = _Budget(self.max_batch_tokens), []
         for sequence in list(self.running):
             if sequence.slot < 0 or sequence.is_full:
@@ -206,11 +207,16 @@ class Scheduler:
                     pool.name(table[i], sequence.digests[i])
         self._computed.clear()
 
+    def _drop_unseen(self) -> None:
+        """Let go of what has left windows, before it is asked what fits: else a sequence could be in its own way."""
+        for sequence in self.running:
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                pool.drop_unseen(table, sequence.num_computed)
+
     def _take(self, sequence: Sequence, count: int) -> Scheduled:
         """Give `sequence` blocks for `count` more tokens and describe the step."""
         start, stop = sequence.num_computed, sequence.num_computed + count
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            pool.drop_unseen(table, start)
             pool.extend(table, stop)
         sequence.num_computed = stop
         if self.prefix_caching:

@@ -6,12 +6,15 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from mgtp.runtime.blocks import SCRATCH_BLOCK, BlockPool
 from mgtp.runtime.cache_layout import CacheGroup
 from mgtp.runtime.messages import Request
 from mgtp.runtime.sampling_params import SamplingParams
 from mgtp.runtime.scheduler import Scheduler
+from mgtp.shardplan.fit import CacheNeeds
 
 
 def request(name: str, prompt: int, output: int) -> Request:
@@ -101,6 +104,31 @@ def test_blocks_behind_the_window_are_given_back():
             held = [b for b in sequence.tables[1] if b != SCRATCH_BLOCK]
             assert len(held) <= (8 + 8) // 4 + 1
     assert not scheduler.has_work
+
+
+@given(
+    window=st.integers(1, 60),
+    step=st.integers(1, 50),
+    block=st.sampled_from([1, 2, 4, 8, 16, 32, 48]),
+    length=st.integers(2, 200),
+    sequences=st.integers(1, 3),
+    prefix_caching=st.booleans(),
+)
+@example(window=4, step=24, block=32, length=128, sequences=1, prefix_caching=True)  # once went round for ever
+def test_the_blocks_that_the_plan_counts_are_enough_for_full_sequences(
+    window, step, block, length, sequences, prefix_caching
+):
+    blocks = CacheNeeds(((None, 1), (window, 1)), 0, block, step).blocks(sequences, length)
+    limits = {"max_num_seqs": sequences, "max_batch_tokens": step, "prefix_caching": prefix_caching}
+    scheduler = make(blocks, (None, window), block, **limits)
+    for i in range(sequences):
+        scheduler.add(request(str(i), length - 1, 1))
+    for _ in range(sequences * length):
+        if not scheduler.has_work:
+            break
+        run_step(scheduler)
+    assert not scheduler.has_work
+    assert scheduler.num_preemptions == 0
 
 
 def test_abort_frees_at_once_and_unknown_ids_are_ignored():
