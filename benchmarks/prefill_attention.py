@@ -101,8 +101,9 @@ def present(prompts: Prompts, heads_first: bool) -> torch.Tensor:
 
 
 def contiguous(prompts: Prompts, tiling: PromptTiling) -> torch.Tensor:
-    where = (prompts.rotated, prompts.qkv, KV, prompts.starts, prompts.longest)
-    return prompt_attention(*where, SOFTMAX, tiling)
+    out = torch.empty_like(prompts.queries.flatten(1))
+    prompt_attention(prompts.rotated, prompts.qkv, KV, prompts.starts, prompts.longest, SOFTMAX, tiling, out)
+    return out
 
 
 def shown(t: PromptTiling) -> str:

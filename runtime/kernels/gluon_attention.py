@@ -142,11 +142,17 @@ _kernel = Kernel(_gluon_attention)
 
 
 def gluon_attention(
-    rotated: torch.Tensor, qkv: torch.Tensor, kv: int, starts: torch.Tensor, longest: int, factor: float, tiling: Any
-) -> torch.Tensor:
+    rotated: torch.Tensor,
+    qkv: torch.Tensor,
+    kv: int,
+    starts: torch.Tensor,
+    longest: int,
+    factor: float,
+    tiling: Any,
+    out: torch.Tensor,
+) -> None:
     """As prompt_attention, whose PromptTiling it takes; `factor` turns scores into exponents of two."""
     heads, dim = rotated.shape[1] - kv, rotated.shape[2]
-    out = qkv.new_empty((qkv.shape[0], heads * dim))
     layout = gl.NVMMASharedLayout.get_default_for([tiling.keys, dim], gl.bfloat16)
     sides = ((rotated.flatten(1), tiling.queries), (rotated.flatten(1), tiling.keys), (qkv.contiguous(), tiling.keys))
     rows = [TensorDescriptor.from_tensor(x, [block, dim], layout) for x, block in sides]
@@ -160,4 +166,3 @@ def gluon_attention(
         warps=tiling.warps,
         stages=1,
     )  # fmt: skip
-    return out

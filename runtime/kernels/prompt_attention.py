@@ -183,8 +183,9 @@ def prompt_attention(
     longest: int,
     softmax: Softmax,
     tiling: PromptTiling,
-) -> torch.Tensor:
-    """rotated [T, kv*G + kv, D], queries before keys, and qkv [T, (kv*G + 2 kv) * D], for its values -> [T, kv*G*D].
+    out: torch.Tensor,
+) -> None:
+    """rotated [T, kv*G + kv, D], queries before keys, and qkv [T, (kv*G + 2 kv) * D], for its values -> out [T, kv*G*D].
 
     `starts` int32 [S + 1]: sequence s is all of tokens [starts[s], starts[s + 1]). `longest`: tokens of the longest one.
     """
@@ -192,9 +193,9 @@ def prompt_attention(
     if tiling.fetch == "gluon":
         from .gluon_attention import gluon_attention
 
-        return gluon_attention(rotated, qkv, kv, starts, longest, factor * LOG2_E, tiling)
+        gluon_attention(rotated, qkv, kv, starts, longest, factor * LOG2_E, tiling, out)
+        return
     heads, dim = rotated.shape[1] - kv, rotated.shape[2]
-    out = qkv.new_empty((qkv.shape[0], heads * dim))
     q_rows, k_rows, v_rows = rotated.flatten(1), rotated.flatten(1), qkv.contiguous()
     described = tiling.fetch == "descriptors"
     if described:
@@ -217,4 +218,3 @@ def prompt_attention(
         warps=tiling.warps,
         stages=tiling.stages,
     )  # fmt: skip
-    return out

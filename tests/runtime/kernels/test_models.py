@@ -24,8 +24,8 @@ def test_mixed_requests(name, whole_prompts, recipe_checkpoint, sharded, monkeyp
         tiling = PromptTiling(16, 16, 4, 2)
         monkeypatch.setattr(paged_attention, "prompt_tiling", lambda *_: tiling)
     folder = recipe_checkpoint(name)
-    prompts = [[20 + i for i in range(n)] for n in (3, 30, 1)]
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, 2, 3)]
+    prompts = [[20 + n + i for i in range(n)] for n in (3, 30, 1, 6)]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, 2, 3, 2)]
     options = {"max_num_seqs": 4, "max_batch_tokens": 24, "block_size": 4, "max_model_len": 64}
     found = run_requests(SingleRank(), sharded(folder, 1), prompts, params, **options)
     model = load_reference(str(folder))
