@@ -256,6 +256,28 @@ def test_prompt_attention(device, kind, groups, extras, how):
     close(out, torch.stack(expected).flatten(1), kind)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("how", [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)])
+def test_prompt_attention_in_gluon(device, dim, how):
+    """Which the interpreter cannot run: on compute capability 9.0 only."""
+    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no device of compute capability 9.0")
+    from mgtp.runtime.kernels.prompt_attention import PromptTiling, prompt_attention
+
+    case = Case("bfloat16", device, dim=dim)
+    softmax, counts, heads = softmax_of(case, {}), [1, 130, 300], case.kv * case.groups
+    qkv = random(sum(counts), (heads + 2 * case.kv) * dim, kind="bfloat16", device=device)
+    rotated = qkv.unflatten(1, (-1, dim))[:, : heads + case.kv].contiguous()
+    out = qkv.new_empty((len(qkv), heads * dim))
+    starts = case.int32([0, 1, 131, 431])
+    prompt_attention(rotated, qkv, case.kv, starts, 300, softmax, PromptTiling(*how, "gluon"), out)
+    expected = []
+    for part in qkv.unflatten(1, (-1, dim)).split(counts):
+        q, k, v = part.split([heads, case.kv, case.kv], dim=1)
+        expected += [references.attention(q[i], k, v, softmax, i) for i in range(len(part))]
+    close(out, torch.stack(expected).flatten(1), "bfloat16")
+
+
 @TYPES
 def test_likeliest(device, kind):
     from mgtp.runtime.kernels.argmax import likeliest
