@@ -70,16 +70,35 @@ class Runner:
     def forward(self, step: Step, all_logits: bool = False) -> torch.Tensor:
         """Run a step: the logits [L, V] of the tokens where they are wanted, or of every token."""
         self.states.clear([s.slot for s in step.sequences if s.start == 0])
-        if self.paged_steps is not None and self._suits_kernels(step):
+        for_kernels = self._for_kernels(step)
+        if self.paged_steps is not None and len(for_kernels) == len(step.sequences):
             logits = self.paged_steps.forward(step, all_logits)
             self.likeliest = self.paged_steps.likeliest
             return logits
         self.likeliest = None
+        if for_kernels:
+            return self._in_two(step, for_kernels, all_logits)
         return self.model(self._batch(step, all_logits))
 
-    def _suits_kernels(self, step: Step) -> bool:
+    def _for_kernels(self, step: Step) -> list[SequenceStep]:
         """Where ranks share out the cache, only tokens that all of them compute."""
-        return self.place.context.size == 1 or all(s.num_tokens == 1 for s in step.sequences)
+        if self.paged_steps is None:
+            return []
+        alone = self.place.context.size == 1
+        return [s for s in step.sequences if alone or s.num_tokens == 1]
+
+    def _in_two(self, step: Step, single: list[SequenceStep], all_logits: bool) -> torch.Tensor:
+        """`single` by the kernels, then the others: reading the weights twice costs less than decoding without kernels."""
+        assert self.paged_steps is not None
+        others = [s for s in step.sequences if s.num_tokens > 1]
+        first = self.paged_steps.forward(Step(single), all_logits)
+        logits = torch.cat([first, self.model(self._batch(Step(others), all_logits))])
+        rows, begin = {}, 0
+        for s in [*single, *others]:
+            count = s.num_tokens if all_logits else len(s.logit_tokens)
+            rows[s.slot] = range(begin, begin + count)
+            begin += count
+        return logits[upload([i for s in step.sequences for i in rows[s.slot]], self.place.device).long()]
 
     @torch.inference_mode()
     def settle(self, step: Step, sampled: torch.Tensor | None) -> torch.Tensor:

@@ -44,5 +44,19 @@ def test_context_ranks(name, world, recipe_checkpoint, sharded):
         assert world.run_mesh(1, 2, _greedy_in_pieces, sharded(folder, 1), prompt, most)[0] == want, most
 
 
+def test_context_ranks_decode_beside_prompts(world, recipe_checkpoint, sharded):
+    """Steps with both are done in two: logits must come back in the order of the step's sequences."""
+    folder, prompts = recipe_checkpoint("llama"), [recipe_prompt(n, seed=n) for n in (3, 30, 1)]
+    reference = load_reference(str(folder))
+    want = [reference_greedy(reference, prompt, 4) for prompt in prompts]
+    assert world.run_mesh(1, 2, _greedy_at_once, sharded(folder, 1), prompts)[0] == want
+
+
+def _greedy_at_once(ranks: Any, shard_set: str, prompts: list[list[int]]) -> list[list[int]] | None:
+    params = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True) for _ in prompts]
+    options = {"max_num_seqs": 4, "max_batch_tokens": 12, "block_size": 4, "max_model_len": 64}
+    return run_requests(ranks, shard_set, prompts, params, **options)
+
+
 def _greedy_in_pieces(ranks: Any, shard_set: str, prompt: list[int], most: int) -> list[int]:
     return greedy(ranks, shard_set, prompt, 3, max_batch_tokens=most, block_size=4, max_model_len=64)
