@@ -96,7 +96,10 @@ def main(argv: list[str] | None = None) -> int:
     _load_commands()
     _handle_signals()
     try:
-        return app(args=arguments, standalone_mode=False) or 0
+        code = app(args=arguments, standalone_mode=False) or 0
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt  # of which Typer has made an exit code
+        return code
     except MgtpError as error:
         return fail(error.message, error.hint, error.exit_code, debug)
     except _CLICK_ERROR as error:  # type: ignore[misc]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..shardplan.config import ModelConfig
 from ..shardplan.errors import DeviceError
@@ -43,26 +43,43 @@ def plan_blocks(
     needs = demand.needs(model, axes, rank, itemsize)
     one, wanted = (needs.blocks(count, demand.max_model_len) for count in (1, demand.max_num_seqs))
     floor, full, states = needs.block_bytes(one), needs.block_bytes(wanted), needs.state_bytes(demand.max_num_seqs)
-    if states > max(budget, 0):
-        sequences = max(0, budget) // needs.state - 1
-        raise DeviceError(
-            f"rank {rank}: the recurrent states of {counted(demand.max_num_seqs, 'sequence')} need {states} bytes, "
-            f"there are {max(budget, 0)}",
-            f"lower --max-num-seqs to {sequences}, or use more ranks" if sequences > 0 else "use more ranks",
-        )
-    if floor > budget - states:
-        longest = longest_context(model, axes, rank, demand, budget, itemsize)
-        fits = f"lower --max-model-len to {longest}" if longest else "lower --max-num-seqs or --block-size"
-        raise DeviceError(
-            f"rank {rank}: one sequence of {counted(demand.max_model_len, 'token')} needs {floor} bytes of KV cache"
-            f"{f' beside {states} of recurrent states' if states else ''}, there are {max(budget, 0)}",
-            f"{fits}, give {floor + states} bytes or more with --kv-cache-memory, or use more ranks",
-        )
+    if floor + states > budget:
+        what = f"one sequence of {counted(demand.max_model_len, 'token')} needs {floor} bytes of KV cache"
+        beside = f" beside {states} of recurrent states of {counted(demand.max_num_seqs, 'sequence')}" if states else ""
+        ways = [f"give {floor + states} bytes or more with --kv-cache-memory", "use more ranks"]
+        if fewer := _what_fits(model, axes, rank, demand, budget, itemsize):
+            ways.insert(0, fewer)
+        raise DeviceError(f"rank {rank}: {what}{beside}, there are {max(budget, 0)}", _either(ways))
     budget -= states
     if full <= budget:
         return wanted
     share = (budget - floor) / (full - floor)
     return [a + int((b - a) * share) for a, b in zip(one, wanted, strict=True)]
+
+
+def _what_fits(
+    model: ModelConfig, axes: Mapping[str, Axis], rank: int, demand: CacheDemand, budget: int, itemsize: int
+) -> str:
+    """Which option could be lowered, and to what, so that one sequence fits; empty where no single one would do."""
+
+    def fits(smaller: CacheDemand) -> bool:
+        needs = smaller.needs(model, axes, rank, itemsize)
+        one = needs.block_bytes(needs.blocks(1, smaller.max_model_len))
+        return one + needs.state_bytes(smaller.max_num_seqs) <= budget
+
+    if longest := longest_context(model, axes, rank, demand, budget, itemsize):
+        return f"lower --max-model-len to {longest}"
+    needs = demand.needs(model, axes, rank, itemsize)
+    if needs.state and fits(replace(demand, max_num_seqs=1)):
+        one = needs.block_bytes(needs.blocks(1, demand.max_model_len))
+        return f"lower --max-num-seqs to {(budget - one) // needs.state - 1}"
+    sizes = [demand.block_size >> n for n in range(1, demand.block_size.bit_length())]
+    smaller = next((size for size in sizes if fits(replace(demand, block_size=size))), None)
+    return f"lower --block-size to {smaller}" if smaller else ""
+
+
+def _either(ways: Sequence[str]) -> str:
+    return f"{', '.join(ways[:-1])}{',' if len(ways) > 2 else ''} or {ways[-1]}"
 
 
 def longest_context(

@@ -106,16 +106,31 @@ def needs(shard_set: ShardSet, launch: LaunchOptions) -> list[RankNeeds]:
 
 
 def check_gpus(shard_set: ShardSet, launch: LaunchOptions) -> None:
-    """Raise DeviceError when the GPUs have too little memory free for a set that is to be started alone."""
+    """Raise DeviceError when the GPUs have too little memory free for a set that is to be started alone.
+
+    On the CPU files are mapped, whatever their size, but weights that are made up take memory.
+    """
     launch = launch_for(shard_set, launch, ())
-    if not launch.devices or launch.cluster is not None:
+    if launch.cluster is not None or (not launch.devices and shard_set.has_weights):
         return
     free = free_bytes(launch.device)
+    if not launch.devices:
+        _check_made_up(shard_set, launch, free[HOST])
+        return
     try:
         check_room(str(shard_set.path), needs(shard_set, launch), free, "")
     except DeviceError as error:
         least = min(free[index] for index in launch.devices)
         raise DeviceError(error.message, _way_out(shard_set, launch, least)) from None
+
+
+def _check_made_up(shard_set: ShardSet, launch: LaunchOptions, free: int) -> None:
+    weights = sum(r.bytes - r.data_offset for r in shard_set.plan.ranks) * launch.cp_size
+    if weights > free:
+        raise DeviceError(
+            f"{shard_set.path}: random weights of {weights} bytes do not fit into the host's memory, {free} are free",
+            "use a smaller model, or GPUs",
+        )
 
 
 def _way_out(shard_set: ShardSet, launch: LaunchOptions, least: int) -> str:

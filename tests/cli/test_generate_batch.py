@@ -50,6 +50,7 @@ def test_an_interrupted_batch_goes_on(tmp_path, batch, tiny_checkpoint):
     os.kill(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=30)
     assert run.returncode == 130 and out == "" and "goes on from there" in err
+    assert err.endswith("\nerror: interrupted\n")
     assert_nothing_left(tmp_path)
 
     with (tmp_path / "out.jsonl").open("rb+") as file:  # as after a crash in the middle of a line

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,11 +58,34 @@ def test_states_are_taken_from_the_budget_of_the_cache():
     model = parse_config(CONFIG)
     axes = model_axes(model, [1])
     states = DEMAND.needs(model, axes, 0, itemsize=4).state_bytes(DEMAND.max_num_seqs)
-    with pytest.raises(DeviceError, match="recurrent states of 5 sequences need"):
+    with pytest.raises(DeviceError, match="of recurrent states of 5 sequences, there are"):
         plan_blocks(model, axes, 0, DEMAND, states - 1, itemsize=4)
     block = 2 * 3 * 24 * 16 * 4
     assert plan_blocks(model, axes, 0, DEMAND, states + 17 * block, itemsize=4) == [17]
     assert longest_context(model, axes, 0, DEMAND, states + 5 * block, itemsize=4) == 4 * 16
+
+
+def test_what_is_said_to_fit_fits():
+    """Lowering --max-num-seqs to what was proposed left no room for a sequence's keys and values."""
+    model = parse_config(CONFIG)
+    axes, chance, options = model_axes(model, [1]), random.Random(0), Counter()
+    names = {"max-num-seqs": "max_num_seqs", "max-model-len": "max_model_len", "block-size": "block_size"}
+    for _ in range(400):
+        sizes = chance.choice((1, 2, 40)), chance.randint(1, 4096), 64, chance.choice((1, 16, 256))
+        demand, budget = CacheDemand(*sizes), int(2 ** chance.uniform(12, 23))
+        try:
+            plan_blocks(model, axes, 0, demand, budget, itemsize=4)
+            continue
+        except DeviceError as error:
+            hint = error.hint
+        if lowered := re.search(r"lower --([a-z-]+) to (\d+)", hint):
+            options[lowered[1]] += 1
+            smaller = replace(demand, **{names[lowered[1]]: int(lowered[2])})
+            plan_blocks(model, axes, 0, smaller, budget, itemsize=4)
+        asked = re.search(r"give (\d+) bytes", hint)
+        assert asked is not None
+        plan_blocks(model, axes, 0, demand, int(asked[1]), itemsize=4)
+    assert options.keys() == names.keys(), "each way out is tried"
 
 
 def test_only_the_slots_that_begin_are_cleared():

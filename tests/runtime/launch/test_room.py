@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,5 +46,16 @@ def test_ranks_that_share_a_card_count_together(two_cards):
     assert error.value.hint.startswith("use GPUs with more memory")
 
 
-def test_on_the_cpu_nothing_is_refused(two_cards):
-    room.check_gpus(dummy_shard_set(LLAMA_100B, 1), LaunchOptions(device="cpu"))
+def test_on_the_cpu_no_file_is_refused(two_cards):
+    mapped = replace(dummy_shard_set(LLAMA_100B, 1), has_weights=True)
+    room.check_gpus(mapped, LaunchOptions(device="cpu"))
+
+
+def test_random_weights_must_fit_into_the_host(monkeypatch):
+    """The rank died of it, or the host's other programs did."""
+    shard_set = dummy_shard_set(LLAMA_100B, 2)
+    monkeypatch.setattr(room, "free_bytes", lambda device: {room.HOST: CARD})
+    with pytest.raises(DeviceError, match=f"random weights of .* do not fit into the host's memory, {CARD} are free"):
+        room.check_gpus(shard_set, LaunchOptions(device="cpu"))
+    monkeypatch.setattr(room, "free_bytes", lambda device: {room.HOST: 2 * CARD})
+    room.check_gpus(shard_set, LaunchOptions(device="cpu"))
