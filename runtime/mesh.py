@@ -66,6 +66,13 @@ class Mesh:
         """The axis over which sequences are shared out. Its ranks hold the same weights."""
         return self.axes["cp"]
 
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[ranks, *tensor.shape]: the tensor of every rank of the mesh, in the order of their numbers."""
+        shape = tensor.shape
+        for communicator in self.axes.values():  # the first axis varies fastest
+            tensor = communicator.all_gather(tensor)
+        return tensor.reshape(-1, *shape)
+
     def describe(self) -> list[AxisInfo]:
         """Sizes and backends, as logs, probe and /metrics show them."""
         return [AxisInfo(axis, c.size, c.backend, self.reasons.get(axis, "")) for axis, c in self.axes.items()]

@@ -115,7 +115,7 @@ class RankWorker:
         """Leader: tell the user when other programs hold memory of some ranks' GPUs."""
         if self.place.device.type == "cuda" and not self.shares_device:
             free = torch.tensor([memory.take_snapshot(self.place.device).free], device=self.place.device)
-            text = unequal_memory(self.mesh.tp.all_gather(free).flatten().tolist())
+            text = unequal_memory(self.mesh.gather(free).flatten().tolist())
             if text is not None and self.rank == 0:
                 self.link.send(Notice(text))
 

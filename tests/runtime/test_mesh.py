@@ -57,11 +57,12 @@ def test_what_is_not_rectangular_is_refused_with_the_numbers(ranks, asked, messa
     assert error.value.hint
 
 
-def _beside_a_group(communicator: Communicator) -> tuple[list[float], list[str], bool]:
-    """Sums of ranks over both axes, refusals, and whether the groups that were there still work afterwards."""
+def _beside_a_group(communicator: Communicator) -> tuple[list[float], list[float], list[str], bool]:
+    """Sums of ranks over both axes, all ranks, refusals, and whether the groups that were there still work afterwards."""
     mesh = create_mesh({"tp": 3, "cp": 3}, torch.device("cpu"))
     rank = torch.tensor([float(communicator.rank)])
     sums = [float(mesh.tp.all_reduce(rank.clone())), float(mesh.cp.all_reduce(rank.clone()))]
+    everyone = mesh.gather(rank).flatten().tolist()
     mesh.close()
     refused = []
     for sizes, backends in (({"tp": 2, "cp": 3}, {}), ({"tp": 3, "cp": 3}, {"cp": "nccl"}), ({"tp": 9}, {"tp": "mpi"})):
@@ -69,13 +70,14 @@ def _beside_a_group(communicator: Communicator) -> tuple[list[float], list[str],
             create_mesh(sizes, torch.device("cpu"), backends=backends)
         except UsageError as error:
             refused.append(error.message)
-    return sums, refused, dist.is_initialized() and float(communicator.all_reduce(rank.clone())) == 36
+    return sums, everyone, refused, dist.is_initialized() and float(communicator.all_reduce(rank.clone())) == 36
 
 
 def test_beside_an_existing_process_group(world):
-    for rank, (sums, refused, works) in enumerate(world.run(9, _beside_a_group)):
+    for rank, (sums, everyone, refused, works) in enumerate(world.run(9, _beside_a_group)):
         row, column = rank // 3 * 3, rank % 3
         assert sums == [3 * row + 3, 3 * column + 9]
+        assert everyone == list(range(9))
         assert refused[0] == "a mesh of tp 2 x cp 3 has 6 ranks, 9 are there"
         assert refused[1].startswith("axis cp: nccl needs a GPU for every rank")
         assert refused[2] == "axis tp: backend 'mpi' is unknown"
