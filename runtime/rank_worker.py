@@ -208,22 +208,31 @@ class RankWorker:
             if self.rank == 0:
                 sampling.warm_up(logits)
             self.runner.forward(self.largest_step())
+            self.runner.forward(
+                self.scratch_step(1, max(1, self.longest_scratch - 1), start=1)
+            )  # a prompt that goes on
             torch.cuda.synchronize()
             if not self.options.enforce_eager:
                 self.runner.capture()
 
-    def scratch_step(self, batch: int, tokens: int = 1) -> Step:
+    def scratch_step(self, batch: int, tokens: int = 1, start: int = 0) -> Step:
         """`tokens` of `batch` sequences in the slot behind those of all others, some of which may be running."""
-        blocks = [SCRATCH_BLOCK] * -(-tokens // self.demand.block_span)
+        end = start + tokens
+        blocks = [SCRATCH_BLOCK] * -(-end // self.demand.block_span)
         tables = [blocks for _ in cache_groups(self.shard_set.model)]
-        return Step([SequenceStep(self.options.max_num_seqs, 0, [0] * tokens, tokens, True, tables)] * batch)
+        return Step([SequenceStep(self.options.max_num_seqs, start, [0] * tokens, end, True, tables)] * batch)
+
+    @property
+    def longest_scratch(self) -> int:
+        """Tokens of the prompts that warm the device up."""
+        return min(WARM_UP_TOKENS, self.options.max_batch_tokens, self.demand.max_model_len)
 
     def largest_step(self) -> Step:
         """As many tokens as a step may have, in prompts that fall into the scratch block, behind a decoding sequence.
 
         It needs the memory that steps will need, and the kernels.
         """
-        prompt = min(WARM_UP_TOKENS, self.options.max_batch_tokens, self.demand.max_model_len)
+        prompt = self.longest_scratch
         prompts = min(self.options.max_batch_tokens // prompt, self.options.max_num_seqs)
         return Step([*self.scratch_step(1).sequences, *self.scratch_step(prompts, prompt).sequences])
 

@@ -39,15 +39,9 @@ TILING: PromptTiling | None = PromptTiling(64, 64, 4, 3)
 """What benchmarks/prefill_attention.py finds fastest on an H200; None: the blocked cache is read for whole prompts too."""
 
 
-FEWEST_TOKENS = 1024
-"""Of a step: with fewer the device waits for the host, which has three tensors to describe a launch."""
-
-
 def prompt_tiling(qkv: torch.Tensor, dim: int, softmax: Softmax) -> PromptTiling | None:
     """How whole prompts are attended to here, or None: like all others, by prefill_attention."""
-    if TILING is None or qkv.shape[0] < FEWEST_TOKENS or dim not in (64, 128):
-        return None
-    if qkv.dtype not in (torch.bfloat16, torch.float16):
+    if TILING is None or dim not in (64, 128) or qkv.dtype not in (torch.bfloat16, torch.float16):
         return None
     plain = not softmax.window and not softmax.cap and softmax.sinks is None
     return TILING if _runs(qkv.device, TILING.fetch) and (plain or TILING.fetch != "gluon") else None

@@ -83,7 +83,7 @@ class PagedAttention:
         keys, values, group = batch.cache.layer(self.index)
         paged, whole, continued, count = batch.paged, batch.paged.whole, batch.paged.continued, batch.paged.num_decode
         kv, dim = keys.shape[2:]
-        tiling = None if whole is None else prompt_tiling(qkv, dim, self.softmax)
+        tiling = prompt_tiling(qkv, dim, self.softmax)
         at = (paged.tables[group], paged.rows[count:], paged.positions[count:])
         rotated = rotate_and_write(qkv, (keys, values), *at, rotation, norms, keys_too=tiling is not None)
         if whole is None or tiling is None:
