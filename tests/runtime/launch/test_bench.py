@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +75,23 @@ def test_the_floor_of_an_offline_run_is_its_prompts_and_its_steps(llama_8b):
     steps = 2 * 127 * step_bytes(model, plan, 4, 512 + 64) / 4e12
     assert found == pytest.approx(prefill_flops(model, plan, 8, 512) / 7e14 + steps)
     assert step_bytes(model, plan, 1, 576) == pytest.approx(15.09e9, rel=1e-3), "docs/performance.md"
+
+
+def test_experts_that_nobody_chooses_are_no_work(tmp_path):
+    """All 8 were counted: a step that reads 2 of them was at 150 % of the ceiling."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 1024,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 256, "dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shard_set = dummy_shard_set(tmp_path, 1)
+    model, plan = shard_set.model, shard_set.plan
+    expert, cached = 3 * 64 * 1024, 2 * 2 * 2 * 16 * 4
+    few, many = step_bytes(model, plan, 1, 1) - cached, step_bytes(model, plan, 64, 1) - 64 * cached
+    assert many - few == pytest.approx(2 * 6 * expert * 4, rel=1e-3), "all 8 of each layer, not 2"
+    flops = [prefill_flops(model, plan, 1, tokens) for tokens in (8, 9)]
+    assert 2 * 2 * 2 * expert < flops[1] - flops[0] < 2 * 2 * 3 * expert, "2 experts a layer and what is beside them"
 
 
 @pytest.mark.parametrize(
