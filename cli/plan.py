@@ -61,7 +61,7 @@ def plan(
     from .console import print_json
 
     found, config, is_shard_set = _plan(model, tp_size, dtype, shares, revision, dummy_weights)
-    check_cp_size(cp_size, max_model_len or config.max_position)
+    check_cp_size(cp_size, config.max_position)
     report = report_plan(model, found, config, is_shard_set=is_shard_set, cp_size=cp_size)
     sizes = (
         parse_sizes(device_memory, "--device-memory")

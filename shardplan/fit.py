@@ -303,12 +303,15 @@ def rank_weights(kinds: WeightKinds, axes: Mapping[str, Axis], tp_size: int, ite
     ]
 
 
-def check_cp_size(cp_size: int, max_model_len: int, block_tokens: int = BLOCK_TOKENS) -> None:
-    """Raise UsageError where some ranks would never hold a token of a sequence of `max_model_len` tokens."""
-    most = max(1, -(-max_model_len // block_tokens))
+def check_cp_size(cp_size: int, max_position: int, block_tokens: int = BLOCK_TOKENS) -> None:
+    """Raise UsageError where some ranks would hold no token of even the longest sequence that the model takes.
+
+    Of shorter ones, some may hold none: that is so of every short prompt.
+    """
+    most = max(1, -(-max_position // block_tokens))
     if cp_size > most:
         raise UsageError(
-            f"--cp-size {cp_size}: {max_model_len} tokens in blocks of {block_tokens} are {most} to share out",
+            f"--cp-size {cp_size}: {max_position} tokens in blocks of {block_tokens} are {most} to share out",
             f"use --cp-size {most} or less",
         )
 

@@ -147,7 +147,7 @@ def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
             f"--block-size {options.block_size} must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}",
             f"leave it out for {DEFAULT_BLOCK_SIZE}",
         )
-    check_cp_size(options.cp_size, length or model.max_position, options.block_size)
+    check_cp_size(options.cp_size, model.max_position, options.block_size)
     if options.kv_cache_bytes is None:
         return
     demand = CacheDemand(

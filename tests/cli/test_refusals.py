@@ -100,7 +100,7 @@ def test_options_that_cannot_be(options, words, tiny_checkpoint, tmp_path, capsy
         (("--batches", "8", "--max-num-seqs", "7"), "--batches 8: with --max-num-seqs 7 fewer run at once"),
         (("--prefills", "1x8", "--cp-sizes", "2,0"), "--cp-sizes '2,0': '0' is not a positive number"),
         (("--batches", "x"), "--batches 'x': 'x' is not a positive number"),
-        (("--prefills", "1x8", "--prompt-tokens", "9", "--cp-sizes", "2,99"), "--cp-size 99: 60 tokens"),
+        (("--prefills", "1x8", "--prompt-tokens", "9", "--cp-sizes", "2,99"), "--cp-size 99: 256 tokens"),
     ],
 )
 def test_what_bench_cannot_measure_is_refused_before_ranks_start(options, words, tiny_checkpoint, tmp_path, capsys):
