@@ -11,7 +11,6 @@ the card as a step does.
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,12 +18,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timing import captured, seconds, seconds_in_graph
+from timing import seconds_in_graph
 
 from mgtp.runtime.kernels.decode_attention import Softmax
 from mgtp.runtime.kernels.prefill_attention import prefill_attention
 from mgtp.runtime.kernels.prompt_attention import PromptTiling, prompt_attention
-from mgtp.runtime.kernels.rotary import Rotation, rotate_and_write
 
 KV, GROUPS, DIM = 8, 4, 128  # Llama-3.1-8B
 HEADS = KV * GROUPS
@@ -34,14 +32,22 @@ TIMED = ([512], [512] * 16, [2048] * 4, [8000])
 PATIENCE = 40.0
 """Seconds that compiling and checking may take, for all ways together."""
 
-ROUNDS = 4
-TILINGS = [
-    *(PromptTiling(*t, "gluon") for t in ((128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2))),
-    PromptTiling(128, 128, 8, 2), PromptTiling(128, 64, 8, 3), PromptTiling(64, 128, 4, 2), PromptTiling(64, 64, 4, 2),
-    PromptTiling(64, 64, 4, 3), PromptTiling(64, 32, 4, 3), PromptTiling(64, 32, 4, 4),
-    PromptTiling(128, 128, 8, 2, masking="inside"), PromptTiling(64, 64, 4, 2, masking="inside"),
-    PromptTiling(64, 64, 4, 3, masking="inside"), PromptTiling(128, 128, 8, 2, fetch="pointers"),
-]  # fmt: skip
+WAYS: dict[str, tuple | PromptTiling] = {
+    "present": ((128, 128, 8, 2), False),
+    "present, heads first": ((128, 128, 8, 2), True),
+    **{
+        f"{'descriptors' if t.described else 'pointers'} {t.queries}x{t.keys} {t.warps} warps {t.stages} stages {t.masking}": t
+        for t in (
+            PromptTiling(128, 128, 8, 2), PromptTiling(128, 128, 8, 3),
+            PromptTiling(128, 128, 8, 2, masking="inside"), PromptTiling(128, 128, 8, 3, masking="inside"),
+            PromptTiling(128, 64, 8, 2), PromptTiling(128, 64, 8, 3), PromptTiling(128, 64, 8, 4),
+            PromptTiling(128, 64, 8, 3, masking="inside"), PromptTiling(128, 64, 8, 4, masking="inside"),
+            PromptTiling(64, 128, 4, 2), PromptTiling(64, 64, 4, 2), PromptTiling(64, 64, 4, 3),
+            PromptTiling(64, 64, 4, 3, masking="inside"),
+            PromptTiling(128, 128, 8, 2, described=False), PromptTiling(128, 64, 8, 3, described=False),
+        )
+    },
+}  # fmt: skip
 
 
 class Prompts:
@@ -71,6 +77,12 @@ class Prompts:
         tokens = torch.arange(length, device="cuda")
         return self.table[sequence].long()[tokens // size] * size + tokens % size
 
+    def attend(self, way: tuple | PromptTiling) -> torch.Tensor:
+        if isinstance(way, PromptTiling):
+            return prompt_attention(self.rotated, self.qkv, KV, self.starts, self.longest, SOFTMAX, way)
+        where = (self.cache, self.table, self.rows, self.starts, self.lens, self.longest, SOFTMAX)
+        return prefill_attention(self.queries, *where, tiling=way[0], heads_first=way[1])
+
     def error(self, out: torch.Tensor) -> float:
         """The largest relative error of any token's head against float32."""
         worst, begin = [], 0
@@ -94,38 +106,15 @@ class Prompts:
         return 4 * HEADS * DIM * sum(n * n / 2 for n in self.lengths)
 
 
-def present(prompts: Prompts, heads_first: bool) -> torch.Tensor:
-    where = (prompts.cache, prompts.table, prompts.rows, prompts.starts, prompts.lens, prompts.longest, SOFTMAX)
-    return prefill_attention(prompts.queries, *where, heads_first=heads_first)
-
-
-def contiguous(prompts: Prompts, tiling: PromptTiling) -> torch.Tensor:
-    out = torch.empty_like(prompts.queries.flatten(1))
-    prompt_attention(prompts.rotated, prompts.qkv, KV, prompts.starts, prompts.longest, SOFTMAX, tiling, out)
-    return out
-
-
-def shown(t: PromptTiling) -> str:
-    return f"{t.fetch} {t.queries}x{t.keys} {t.warps} warps {t.stages} stages {t.masking if t.fetch != 'gluon' else ''}"
-
-
-Way = Callable[[Prompts], torch.Tensor]
-WAYS: dict[str, Way] = {
-    "present": partial(present, heads_first=False),
-    "present, heads first": partial(present, heads_first=True),
-    **{shown(t): partial(contiguous, tiling=t) for t in TILINGS},
-}
-
-
-def check(way: Way, answer: multiprocessing.Queue) -> None:
+def check(way: tuple | PromptTiling, answer: multiprocessing.Queue) -> None:
     """In a process of its own: the largest error, or what went wrong."""
     try:
         torch.cuda.set_per_process_memory_fraction(0.06)
         worst = 0.0
         for lengths in CHECKED:
             prompts = Prompts(lengths)
-            way(prompts)
-            worst = max(worst, prompts.error(way(prompts)))  # the second launch goes the short way
+            prompts.attend(way)
+            worst = max(worst, prompts.error(prompts.attend(way)))  # the second launch goes the short way
         answer.put(worst)
     except Exception as error:
         answer.put(f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:100]}")
@@ -152,59 +141,31 @@ def checked() -> dict[str, float]:
     return right
 
 
-def on_the_host(call: Callable[[], object], repeats: int = 200) -> float:
-    """Seconds that a launch takes, of so little that the device does not hold it up."""
-    call()
-    torch.cuda.synchronize()
-    begin = time.monotonic()
-    for _ in range(repeats):
-        call()
-    return (time.monotonic() - begin) / repeats
-
-
 def in_a_step(call: Callable[[], object]) -> float:
     """Seconds of `call` between products, on a card that is warm."""
     x = torch.randn(8000, 4096, dtype=torch.bfloat16, device="cuda")
     weights = [torch.randn(28672, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     products: list[Callable[[], object]] = [partial(F.linear, x, weight) for weight in weights]
-    without, with_it = captured(products, ROUNDS), captured([products[0], call, products[1]], ROUNDS)
-    turns = [seconds(with_it.replay, 1) - seconds(without.replay, 1) for _ in range(5)]
-    return statistics.median(turns) / ROUNDS
-
-
-def print_rotation(tokens: int) -> None:
-    """What rotating a prompt and writing it to the cache takes, with and without keys for the attention of whole prompts."""
-    prompts = Prompts([tokens])
-    positions = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    angles = torch.rand(tokens, DIM // 2, device="cuda")
-    rotation = Rotation(torch.cat([angles.cos(), angles.sin()], dim=1))
-    where = (prompts.qkv, prompts.cache, prompts.table, torch.zeros_like(positions), positions, rotation)
-    for keys_too in (False, True):
-        time = seconds_in_graph([partial(rotate_and_write, *where, keys_too=keys_too)], 8)
-        moved = 2 * prompts.qkv.numel() * 2 + keys_too * tokens * KV * DIM * 2
-        print(f"rotation of {tokens} tokens, keys too: {keys_too}: {time * 1e6:.0f} us, {moved / time / 1e12:.2f} TB/s")
+    alone = seconds_in_graph(products, 4) * 2
+    return seconds_in_graph([products[0], call, products[1]], 4) * 3 - alone
 
 
 def main() -> None:
     begin = time.monotonic()
     errors = checked()
     print(f"{torch.cuda.get_device_name()}, checked after {time.monotonic() - begin:.0f} s")
-    prompts, short = [Prompts(lengths) for lengths in TIMED], Prompts([16])
+    prompts = [Prompts(lengths) for lengths in TIMED]
     shapes = [f"{len(p.lengths)}x{p.longest}" for p in prompts]
-    print(f"{'microseconds':44}", *(f"{shape:>8}" for shape in shapes), " TFLOP/s  in a step  host  largest error")
+    print(f"{'microseconds':44}", *(f"{shape:>8}" for shape in shapes), " TFLOP/s  in a step  largest error")
     for name, error in errors.items():
         try:
-            times = [seconds_in_graph([partial(WAYS[name], p)], 4) for p in prompts]
-            long = partial(WAYS[name], prompts[-1])
+            times = [seconds_in_graph([partial(p.attend, WAYS[name])], 4) for p in prompts]
+            long = partial(prompts[-1].attend, WAYS[name])
             tera = prompts[-1].flops / times[-1] / 1e12
             columns = " ".join(f"{t * 1e6:8.0f}" for t in times)
-            host = on_the_host(partial(WAYS[name], short)) * 1e6
-            print(
-                f"{name:44} {columns}  {tera:7.0f}  {in_a_step(long) * 1e6:9.0f}  {host:4.0f}  {error:.4f}", flush=True
-            )
+            print(f"{name:44} {columns}  {tera:7.0f}  {in_a_step(long) * 1e6:9.0f}  {error:.4f}", flush=True)
         except Exception as failure:
             print(f"{name}: {str(failure)[:100]}", flush=True)
-    print_rotation(8000)
     print(f"{time.monotonic() - begin:.0f} s in all")
 
 

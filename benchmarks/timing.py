@@ -24,8 +24,8 @@ def seconds(run: Callable[[], object], repeats: int = REPLAYS) -> float:
     return statistics.median(times)
 
 
-def captured(calls: list[Callable[[], object]], rounds: int = 1) -> torch.cuda.CUDAGraph:
-    """All of `calls` one after another, `rounds` times over, to be replayed."""
+def seconds_in_graph(calls: list[Callable[[], object]], rounds: int = 1) -> float:
+    """Median seconds of one of `calls`, all recorded one after another, `rounds` times over."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -37,12 +37,7 @@ def captured(calls: list[Callable[[], object]], rounds: int = 1) -> torch.cuda.C
         for _ in range(rounds):
             for call in calls:
                 call()
-    return graph
-
-
-def seconds_in_graph(calls: list[Callable[[], object]], rounds: int = 1) -> float:
-    """Median seconds of one of `calls`, all recorded one after another, `rounds` times over."""
-    return seconds(captured(calls, rounds).replay) / (rounds * len(calls))
+    return seconds(graph.replay) / (rounds * len(calls))
 
 
 def copy_bandwidth() -> float:

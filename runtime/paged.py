@@ -25,19 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """P sequences with several new tokens: where each begins among all of those (int32), and the longest one's tokens."""
+    """The P sequences with several new tokens: where each begins among them (int32), and the longest one's tokens.
 
-    starts: torch.Tensor  # [P + 1]
+    `whole`: nothing of any of them was cached before.
+    """
+
+    starts: torch.Tensor  # [P + 1], from 0
     rows: torch.Tensor  # [P]
     kv_lens: torch.Tensor  # [P]
     longest: int
+    whole: bool
 
 
 @dataclass(frozen=True)
 class PagedInputs:
     """Where the tokens are: each one's position and row in the block tables (int32 [T]), and the tables [R, blocks].
 
-    `prefill`: all sequences of several tokens; those with others in the cache, `continued`, come before `whole` ones.
     `counters` are for the attention kernel. `angles`: cos and sin [T, d] of ropes that depend on a sequence's length.
     `context`: the ranks that share out the cache; with several of them all tokens are whole sequences of one token.
     """
@@ -48,8 +51,6 @@ class PagedInputs:
     counters: torch.Tensor
     num_decode: int
     prefill: PrefillInputs | None = None
-    continued: PrefillInputs | None = None
-    whole: PrefillInputs | None = None
     angles: dict[Rope, torch.Tensor] = field(default_factory=dict)
     context: Communicator = field(default_factory=SingleRank)
 

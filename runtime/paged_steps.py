@@ -77,8 +77,8 @@ class PagedSteps:
         return logits, Sampled(ids, failed)
 
     def _batch(self, step: Step, all_logits: bool) -> PagedBatch:
-        """A step of any kind, its one-token sequences first, whole prompts last."""
-        ordered = sorted(step.sequences, key=lambda s: (s.num_tokens > 1, s.num_tokens > 1 and s.start == 0))
+        """A step of any kind, its one-token sequences first."""
+        ordered = sorted(step.sequences, key=lambda s: s.num_tokens > 1)
         single = [s for s in ordered if s.num_tokens == 1]
         fields = _Fields(ordered)
         ends = dict(zip((s.slot for s in ordered), fields.ends, strict=True))
@@ -91,27 +91,16 @@ class PagedSteps:
         columns += [starts, [s.slot for s in many], [s.start + s.num_tokens for s in many]]
         parts = upload([value for column in columns for value in column], self.device)
         ids, positions, rows, lengths, logit_rows, *of_many = parts.split([len(column) for column in columns])
-        num_continued = sum(s.start > 0 for s in many)
-        ranges = (0, len(many)), (0, num_continued), (num_continued, len(many))
-        prefill, continued, whole = (_prefill_inputs(many, of_many, *part) for part in ranges)
+        first_tokens, table_rows, kv_lens = of_many
+        longest = max((s.num_tokens for s in many), default=0)
+        whole = all(s.start == 0 for s in many)
         angles = {rope: self.stores.rotary.joined_rows(rope, positions, lengths) for rope in self.varying}
         paged = PagedInputs(
             positions, rows, self.tables.groups, self.counters, len(single),
-            prefill, continued, whole, angles, self.place.context,
+            PrefillInputs(first_tokens, table_rows, kv_lens, longest, whole) if many else None, angles, self.place.context,
         )  # fmt: skip
         token_ids = torch.where(ids < 0, self.last_ids[rows.long()], ids)
         return PagedBatch(token_ids, paged, [s.num_tokens for s in ordered], logit_rows.long(), self.stores)
-
-
-def _prefill_inputs(
-    sequences: list[SequenceStep], columns: Sequence[torch.Tensor], begin: int, end: int
-) -> PrefillInputs | None:
-    """Sequences [begin, end) of those with several tokens, whose starts, rows and lengths are `columns`."""
-    if begin == end:
-        return None
-    starts, rows, kv_lens = columns
-    longest = max(s.num_tokens for s in sequences[begin:end])
-    return PrefillInputs(starts[begin : end + 1], rows[begin:end], kv_lens[begin:end], longest)
 
 
 class _Fields:

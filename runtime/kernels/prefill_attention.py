@@ -70,7 +70,7 @@ def _attend(
     do_not_specialize_on_alignment=["tables", "starts", "rows", "kv_lens"],  # parts of larger tensors, at any place
 )
 def _prefill_attention(
-    q_ptr, k_cache, v_cache, tables, starts, rows, kv_lens, out_ptr, sinks, q_stride, table_stride, scale, cap, window,
+    q_ptr, k_cache, v_cache, tables, starts, rows, kv_lens, out_ptr, sinks, table_stride, scale, cap, window,
     KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr, HEADS_FIRST: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -91,8 +91,9 @@ def _prefill_attention(
     d = tl.arange(0, D_PAD)
     head = query_head // G
     at = start + tile * QUERIES + tl.arange(0, QUERIES)
+    q_at = at.to(tl.int64)[:, None] * (KV * G * D) + query_head * D + d[None, :]
     mask = (at < stop)[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + at.to(tl.int64)[:, None] * q_stride + query_head * D + d[None, :], mask=mask, other=0.0)
+    q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
     kv_len = tl.load(kv_lens + s)
     table = tables + tl.load(rows + s).to(tl.int64) * table_stride
     offset = kv_len - (stop - start) - start  # token index -> position
@@ -120,8 +121,7 @@ def _prefill_attention(
     highest, total, acc = _attend(
         q, k_cache, v_cache, table, head, clear_high, high, last_seen, first_seen, highest, total, acc, scale, cap,
         KV, D, D_PAD, SIZE, BLOCK, INDEX, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
-    out_at = out_ptr + at.to(tl.int64)[:, None] * (KV * G * D) + query_head * D + d[None, :]
-    tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 _kernel = Kernel(_prefill_attention)
@@ -146,12 +146,11 @@ def prefill_attention(
     kv_lens: torch.Tensor,
     longest: int,
     softmax: Softmax,
-    out: torch.Tensor | None = None,
     *,
     tiling: tuple[int, int, int, int] | None = None,
     heads_first: bool = HEADS_FIRST,
 ) -> torch.Tensor:
-    """q [T, kv*G, D], rotated, sequence s being tokens [starts[s], starts[s + 1]) -> [T, kv*G*D], into `out` if given.
+    """q [T, kv*G, D], rotated, sequence s being tokens [starts[s], starts[s + 1]) -> [T, kv*G*D].
 
     `cache`: keys and values, each [B, S, kv, D], the new ones included. int32: `rows` [S], each sequence's row in
     `table` [R, blocks]; `starts` [S + 1]; `kv_lens` [S], tokens in the cache. `longest`: tokens of the longest one.
@@ -159,17 +158,16 @@ def prefill_attention(
     """
     k_cache, v_cache = cache
     size, kv, dim = k_cache.shape[1:]
-    if q.stride()[1:] != (dim, 1):
-        q = q.contiguous()
+    q = q.contiguous()
     heads, wide = q.shape[1], power_of_2(dim)
-    out = q.new_empty((q.shape[0], heads * dim)) if out is None else out
+    out = torch.empty_like(q)
     queries, block, warps, stages = tiling or choose_tiling(wide, q.element_size(), takes_large_tiles(q.device))
     grid = (heads, rows.shape[0], cdiv(longest, queries))
     _kernel(
         grid if heads_first else (grid[2], grid[0], grid[1]),
         (
             q, k_cache, v_cache, table, starts, rows, kv_lens, out, q if softmax.sinks is None else softmax.sinks,
-            q.stride(0), table.stride(0), softmax.scale, softmax.cap, softmax.window,
+            table.stride(0), softmax.scale, softmax.cap, softmax.window,
         ),
         {
             "KV": kv, "G": heads // kv, "D": dim, "D_PAD": wide, "SIZE": size, "QUERIES": queries, "BLOCK": block,
@@ -180,4 +178,4 @@ def prefill_attention(
         warps=warps,
         stages=stages,
     )  # fmt: skip
-    return out
+    return out.flatten(1)

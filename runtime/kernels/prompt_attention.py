@@ -23,15 +23,15 @@ from .launch import Kernel, cdiv, dot, precision, start_dependents, takes_large_
 class PromptTiling(NamedTuple):
     """Queries and keys at a time, warps, pipeline stages, and how.
 
-    `fetch`: tiles are asked for by "descriptors" or "pointers"; or all is done in "gluon". `masking`: keys behind a
-    query are masked in a loop of their own ("apart"), or in the turns of one loop that need it ("inside").
+    `described`: tiles are fetched by descriptors. `masking`: keys behind a query are masked in a loop of their own
+    ("apart"), or in the turns of one loop that need it ("inside").
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
-    fetch: str = "descriptors"
+    described: bool = True
     masking: str = "apart"
 
 
@@ -39,26 +39,13 @@ TILING: PromptTiling | None = PromptTiling(64, 64, 4, 3)
 """What benchmarks/prefill_attention.py finds fastest on an H200; None: the blocked cache is read for whole prompts too."""
 
 
-def prompt_tiling(qkv: torch.Tensor, dim: int, softmax: Softmax) -> PromptTiling | None:
-    """How whole prompts are attended to here, or None: like all others, by prefill_attention."""
-    if TILING is None or dim not in (64, 128) or qkv.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    plain = not softmax.window and not softmax.cap and softmax.sinks is None
-    return TILING if _runs(qkv.device, TILING.fetch) and (plain or TILING.fetch != "gluon") else None
-
-
 @lru_cache
-def _runs(device: torch.device, fetch: str) -> bool:
-    if device.type != "cuda" or not takes_large_tiles(device):
-        return False
-    capability = torch.cuda.get_device_capability(device)
-    if fetch != "gluon":
-        return capability >= (9, 0) and find_spec("triton.tools.tensor_descriptor") is not None
-    try:
-        from . import gluon_attention  # noqa: F401
-    except (ImportError, AttributeError):  # a Triton that has it under other names
-        return False
-    return capability == (9, 0)
+def prompt_tiling(device: torch.device, dtype: torch.dtype, dim: int) -> PromptTiling | None:
+    """How whole prompts are attended to here, or None: like all others, by prefill_attention."""
+    known = find_spec("triton.tools.tensor_descriptor") is not None and dtype in (torch.bfloat16, torch.float16)
+    if not known or dim not in (64, 128) or device.type != "cuda" or not takes_large_tiles(device):
+        return None
+    return TILING if torch.cuda.get_device_capability(device) >= (9, 0) else None
 
 
 @triton.jit
@@ -183,26 +170,20 @@ def prompt_attention(
     longest: int,
     softmax: Softmax,
     tiling: PromptTiling,
-    out: torch.Tensor,
-) -> None:
-    """rotated [T, kv*G + kv, D], queries before keys, and qkv [T, (kv*G + 2 kv) * D], for its values -> out [T, kv*G*D].
+) -> torch.Tensor:
+    """rotated [T, kv*G + kv, D], queries before keys, and qkv [T, (kv*G + 2 kv) * D], for its values -> [T, kv*G*D].
 
     `starts` int32 [S + 1]: sequence s is all of tokens [starts[s], starts[s + 1]). `longest`: tokens of the longest one.
     """
-    factor, cap = (softmax.cap, softmax.scale / softmax.cap) if softmax.cap else (softmax.scale, 0.0)
-    if tiling.fetch == "gluon":
-        from .gluon_attention import gluon_attention
-
-        gluon_attention(rotated, qkv, kv, starts, longest, factor * LOG2_E, tiling, out)
-        return
     heads, dim = rotated.shape[1] - kv, rotated.shape[2]
+    out = qkv.new_empty((qkv.shape[0], heads * dim))
     q_rows, k_rows, v_rows = rotated.flatten(1), rotated.flatten(1), qkv.contiguous()
-    described = tiling.fetch == "descriptors"
-    if described:
+    if tiling.described:
         from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4
 
         q_rows = TensorDescriptor.from_tensor(q_rows, [tiling.queries, dim])
         k_rows, v_rows = (TensorDescriptor.from_tensor(rows, [tiling.keys, dim]) for rows in (k_rows, v_rows))
+    factor, cap = (softmax.cap, softmax.scale / softmax.cap) if softmax.cap else (softmax.scale, 0.0)
     _kernel(
         (heads, len(starts) - 1, cdiv(longest, tiling.queries)),
         (
@@ -211,10 +192,11 @@ def prompt_attention(
         ),
         {
             "KV": kv, "G": heads // kv, "D": dim, "QUERIES": tiling.queries, "BLOCK": tiling.keys,
-            "DESCRIBED": described, "MASKING": tiling.masking,
+            "DESCRIBED": tiling.described, "MASKING": tiling.masking,
             "WINDOWED": softmax.window > 0, "CAPPED": softmax.cap > 0, "SINKS": softmax.sinks is not None,
             "PRECISION": precision(qkv),
         },
         warps=tiling.warps,
         stages=tiling.stages,
     )  # fmt: skip
+    return out

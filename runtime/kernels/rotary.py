@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Kernel, cdiv, power_of_2, start_dependents, wait_for_inputs
+from .launch import Kernel, power_of_2, start_dependents, wait_for_inputs
 from .norm import rms_scale
 
 
@@ -73,127 +73,44 @@ def load_rotated(
     return rotated.to(dtype).to(tl.float32)
 
 
-@triton.jit
-def _weighted(x, weight_ptr, at, inside, inverse, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr, DTYPE):
-    w = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return rms_scale(x, w, inverse, True, ONE_PLUS, CAST_FIRST, DTYPE).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _load_pairs(heads, inside, ROT: tl.constexpr, HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both partners of each pair, [tokens, HALF_PAD]."""
-    if INTERLEAVED:
-        at = tl.arange(0, 2 * HALF_PAD)
-        both = tl.load(heads[:, None] + at[None, :], mask=inside[:, None] & (at < ROT)[None, :], other=0.0)
-        x, y = tl.split(tl.reshape(both, [heads.shape[0], HALF_PAD, 2]))
-    else:
-        at = tl.arange(0, HALF_PAD)
-        mask = inside[:, None] & (at < ROT // 2)[None, :]
-        x = tl.load(heads[:, None] + at[None, :], mask=mask, other=0.0)
-        y = tl.load(heads[:, None] + (ROT // 2 + at)[None, :], mask=mask, other=0.0)
-    return x.to(tl.float32), y.to(tl.float32)
-
-
-@triton.jit
-def _store_pairs(heads, x, y, inside, ROT: tl.constexpr, HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
-    if INTERLEAVED:
-        at = tl.arange(0, 2 * HALF_PAD)
-        both = tl.reshape(tl.join(x, y), [heads.shape[0], 2 * HALF_PAD])
-        tl.store(heads[:, None] + at[None, :], both, mask=inside[:, None] & (at < ROT)[None, :])
-    else:
-        at = tl.arange(0, HALF_PAD)
-        mask = inside[:, None] & (at < ROT // 2)[None, :]
-        tl.store(heads[:, None] + at[None, :], x, mask=mask)
-        tl.store(heads[:, None] + (ROT // 2 + at)[None, :], y, mask=mask)
-
-
-@triton.jit
-def _rotate_heads(
-    heads, out, copy, inside, cos, sin, weight_ptr, eps,
-    D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
-    OUT: tl.constexpr, COPY: tl.constexpr,
-    HEAD_NORM: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr,
-):  # fmt: skip
-    """A head of each token, at pointers `heads` [tokens], normed and rotated, to pointers `out` and `copy` [tokens].
-
-    Unlike in load_rotated each element is loaded once, and partners meet in one thread.
-    """
-    x, y = _load_pairs(heads, inside, ROT, HALF_PAD, INTERLEAVED)
-    dtype = heads.dtype.element_ty
-    z_at = ROT + tl.arange(0, REST_PAD)
-    z_mask = inside[:, None] & (z_at < D)[None, :]
-    if ROT < D:
-        z = tl.load(heads[:, None] + z_at[None, :], mask=z_mask, other=0.0).to(tl.float32)
-    if HEAD_NORM:
-        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
-        if ROT < D:
-            squares += tl.sum(z * z, 1)
-        inverse = (1.0 / tl.sqrt_rn(squares / D + eps))[:, None]
-        pair = tl.arange(0, HALF_PAD)
-        turns = pair < ROT // 2
-        x_at = pair * 2 if INTERLEAVED else pair
-        y_at = x_at + (1 if INTERLEAVED else ROT // 2)
-        x = _weighted(x, weight_ptr, x_at, turns, inverse, ONE_PLUS, CAST_FIRST, dtype)
-        y = _weighted(y, weight_ptr, y_at, turns, inverse, ONE_PLUS, CAST_FIRST, dtype)
-        if ROT < D:
-            z = _weighted(z, weight_ptr, z_at, z_at < D, inverse, ONE_PLUS, CAST_FIRST, dtype)
-    rotated_x = (x * cos - y * sin).to(dtype)
-    rotated_y = (y * cos + x * sin).to(dtype)
-    if OUT:
-        _store_pairs(out, rotated_x, rotated_y, inside, ROT, HALF_PAD, INTERLEAVED)
-        if ROT < D:
-            tl.store(out[:, None] + z_at[None, :], z.to(dtype), mask=z_mask)
-    if COPY:
-        _store_pairs(copy, rotated_x, rotated_y, inside, ROT, HALF_PAD, INTERLEAVED)
-        if ROT < D:
-            tl.store(copy[:, None] + z_at[None, :], z.to(dtype), mask=z_mask)
-
-
 @triton.jit(
-    do_not_specialize=["tokens", "table_stride"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["tables", "rows", "positions"],  # parts of larger tensors, at any place
 )
 def _rotate_and_write(
     qkv_ptr, out_ptr, k_cache, v_cache, tables, rows, positions, cos_sin, q_weight, k_weight, q_eps, k_eps,
-    tokens, qkv_stride, table_stride,
-    KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
-    ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BY_TOKEN: tl.constexpr, KEYS_TOO: tl.constexpr, BLOCK: tl.constexpr,
+    qkv_stride, table_stride,
+    KV: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
+    ROT: tl.constexpr, INTERLEAVED: tl.constexpr, BY_TOKEN: tl.constexpr, KEYS_TOO: tl.constexpr,
     HEAD_NORM: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens' G queries, key and value of one kv head."""
+    """A token's G queries, key and value of one kv head."""
     start_dependents(PDL)
     wait_for_inputs(PDL)
-    token, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    inside = token < tokens
-    position = tl.load(positions + token, mask=inside, other=0)
-    pair = tl.arange(0, HALF_PAD)
-    angles = cos_sin + (token if BY_TOKEN else position).to(tl.int64)[:, None] * ROT + pair[None, :]
-    angle_mask = inside[:, None] & (pair < ROT // 2)[None, :]
-    cos = tl.load(angles, mask=angle_mask, other=0.0)
-    sin = tl.load(angles + ROT // 2, mask=angle_mask, other=0.0)
-    start = qkv_ptr + token.to(tl.int64) * qkv_stride
-    out = out_ptr + token.to(tl.int64) * ((KV * G + KV if KEYS_TOO else KV * G) * D)
-    for g in tl.static_range(G):
-        at = (head * G + g) * D
-        _rotate_heads(start + at, out + at, out, inside, cos, sin, q_weight, q_eps,
-                      D, ROT, HALF_PAD, REST_PAD, INTERLEAVED, True, False, HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
-    row = tl.load(rows + token, mask=inside, other=0).to(tl.int64)
-    block = tl.load(tables + row * table_stride + position // SIZE, mask=inside, other=0)
-    slot = ((block.to(tl.int64) * SIZE + position % SIZE) * KV + head) * D
-    at = (KV * G + head) * D
-    _rotate_heads(start + at, out + at, k_cache + slot, inside, cos, sin, k_weight, k_eps,
-                  D, ROT, HALF_PAD, REST_PAD, INTERLEAVED, KEYS_TOO, True, HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, D_PAD)
-    mask = inside[:, None] & (d < D)[None, :]
-    v = tl.load(start[:, None] + (at + KV * D) + d[None, :], mask=mask, other=0.0)
-    tl.store(v_cache + slot[:, None] + d[None, :], v, mask=mask)
+    g = tl.arange(0, G_PAD)
+    position = tl.load(positions + token)
+    angles = cos_sin + (token if BY_TOKEN else position).to(tl.int64) * ROT
+    start = qkv_ptr + token.to(tl.int64) * qkv_stride
+    heads = head * G + g
+    q = load_rotated(start + heads * D, g < G, angles, q_weight, q_eps, D, D_PAD, ROT, INTERLEAVED,
+                     HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
+    out = out_ptr + token.to(tl.int64) * ((KV * G + KV if KEYS_TOO else KV * G) * D) + d[None, :]
+    tl.store(out + heads[:, None] * D, q.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+    one = tl.arange(0, 1)
+    k = load_rotated(start + (KV * G + head) * D + one, one == 0, angles, k_weight, k_eps, D, D_PAD, ROT, INTERLEAVED,
+                     HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
+    v = tl.load(start + (KV * G + KV + head) * D + d, mask=d < D, other=0.0)
+    block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_stride + position // SIZE)
+    slot = ((block.to(tl.int64) * SIZE + position % SIZE) * KV + head) * D
+    tl.store(k_cache + slot + one[:, None] + d[None, :], k.to(k_cache.dtype.element_ty), mask=(d < D)[None, :])
+    if KEYS_TOO:
+        tl.store(out + (KV * G + head + one[:, None]) * D, k.to(out_ptr.dtype.element_ty), mask=(d < D)[None, :])
+    tl.store(v_cache + slot + d, v, mask=d < D)
 
 
 _kernel = Kernel(_rotate_and_write)
-
-BLOCK = 16
-"""Tokens that a program takes at a time: 4 warps load 16 bytes a thread of each half of their heads of 128."""
 
 
 def rotate_and_write(
@@ -217,21 +134,19 @@ def rotate_and_write(
     tokens, groups = qkv.shape[0], (qkv.shape[1] // dim - 2 * kv) // kv
     out = qkv.new_empty((tokens, kv * groups + (kv if keys_too else 0), dim))
     if tokens:
-        rot = rotation.cos_sin.shape[1]
         _kernel(
-            (cdiv(tokens, BLOCK), kv),
+            (tokens, kv),
             (
                 qkv, out, k_cache, v_cache, table, rows, positions, rotation.cos_sin,
-                *norm_arguments(norms, rotation.cos_sin), tokens, qkv.stride(0), table.stride(0),
+                *norm_arguments(norms, rotation.cos_sin), qkv.stride(0), table.stride(0),
             ),
             {
-                "KV": kv, "G": groups, "D": dim, "D_PAD": power_of_2(dim), "SIZE": size,
-                "ROT": rot, "HALF_PAD": power_of_2(rot // 2), "REST_PAD": power_of_2(max(1, dim - rot)),
+                "KV": kv, "G": groups, "G_PAD": power_of_2(groups), "D": dim,
+                "D_PAD": power_of_2(dim), "SIZE": size, "ROT": rotation.cos_sin.shape[1],
                 "INTERLEAVED": rotation.interleaved, "BY_TOKEN": rotation.by_token, "KEYS_TOO": keys_too,
-                "BLOCK": BLOCK,
                 **norm_flags(norms),
             },
-            warps=4,
+            warps=1,
         )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ from ..kernels.decode_attention import CachePart, Softmax, decode_attention, mer
 from ..kernels.prefill_attention import prefill_attention
 from ..kernels.prompt_attention import prompt_attention, prompt_tiling
 from ..kernels.rotary import HeadNorm, Rotation, rotate_and_write
-from ..paged import PagedBatch, PrefillInputs
+from ..paged import PagedBatch
 from .norm import RMSNorm
 
 
@@ -27,14 +27,12 @@ class PagedAttention:
 
     def __call__(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """q [T, q, D], rotated, its keys and values being in the cache -> [T, q*D]"""
-        count, prefill = batch.paged.num_decode, batch.paged.prefill
-        if prefill is None:
-            return self._decode(q, batch)
-        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+        count, parts = batch.paged.num_decode, []
         if count:
-            out[:count] = self._decode(q[:count], batch)
-        self._prefill(q[count:], batch, prefill, out[count:])
-        return out
+            parts.append(self._decode(q[:count], batch))
+        if batch.paged.prefill is not None:
+            parts.append(self._prefill(q[count:], batch))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def from_projection(
         self, qkv: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, batch: PagedBatch
@@ -42,15 +40,12 @@ class PagedAttention:
         """qkv [T, (q + 2 kv) D] as projected: norm heads, rotate, write keys and values, attend -> [T, q*D]"""
         norms = None if q_norm is None or k_norm is None else (_head_norm(q_norm), _head_norm(k_norm))
         rotation, paged = batch.rotation(self.config.rope), batch.paged
-        count = paged.num_decode
-        if paged.prefill is None:
-            return self._decode(qkv, batch, rotation, norms)
-        keys = batch.cache.layer(self.index)[0]
-        out = qkv.new_empty((qkv.shape[0], qkv.shape[1] - 2 * keys.shape[-2] * keys.shape[-1]))
+        count, parts = paged.num_decode, []
         if count:  # in a mixed step by the kernel of a decode step, which is compiled already
-            out[:count] = self._decode(qkv[:count], batch, rotation, norms)
-        self._prefill_from_projection(qkv[count:], batch, rotation.after(count), norms, out[count:])
-        return out
+            parts.append(self._decode(qkv[:count], batch, rotation, norms))
+        if paged.prefill is not None:
+            parts.append(self._prefill_from_projection(qkv[count:], batch, rotation.after(count), norms))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(
         self,
@@ -72,31 +67,25 @@ class PagedAttention:
         return merged(context.all_gather(decode_attention(*places, softmax, rotation, norms, part=part)), q.dtype)
 
     def _prefill_from_projection(
-        self,
-        qkv: torch.Tensor,
-        batch: PagedBatch,
-        rotation: Rotation,
-        norms: tuple[HeadNorm, HeadNorm] | None,
-        out: torch.Tensor,
-    ) -> None:
-        """The sequences of several tokens: whole prompts from their own keys and values, where there is a way to."""
+        self, qkv: torch.Tensor, batch: PagedBatch, rotation: Rotation, norms: tuple[HeadNorm, HeadNorm] | None
+    ) -> torch.Tensor:
         keys, values, group = batch.cache.layer(self.index)
-        paged, whole, continued, count = batch.paged, batch.paged.whole, batch.paged.continued, batch.paged.num_decode
-        kv, dim = keys.shape[2:]
-        tiling = prompt_tiling(qkv, dim, self.softmax)
+        paged, prefill, count = batch.paged, batch.paged.prefill, batch.paged.num_decode
+        assert prefill is not None
+        tiling = prompt_tiling(qkv.device, qkv.dtype, keys.shape[-1]) if prefill.whole else None
         at = (paged.tables[group], paged.rows[count:], paged.positions[count:])
         rotated = rotate_and_write(qkv, (keys, values), *at, rotation, norms, keys_too=tiling is not None)
-        if whole is None or tiling is None:
-            continued = paged.prefill
-        else:
-            prompt_attention(rotated, qkv, kv, whole.starts, whole.longest, self.softmax, tiling, out)
-        if continued is not None:
-            self._prefill(rotated[:, : out.shape[1] // dim], batch, continued, out)
+        if tiling is None:
+            return self._prefill(rotated, batch)
+        return prompt_attention(rotated, qkv, keys.shape[-2], prefill.starts, prefill.longest, self.softmax, tiling)
 
-    def _prefill(self, q: torch.Tensor, batch: PagedBatch, part: PrefillInputs, out: torch.Tensor) -> None:
+    def _prefill(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The sequences of several tokens."""
         keys, values, group = batch.cache.layer(self.index)
-        at = (part.rows, part.starts, part.kv_lens, part.longest)
-        prefill_attention(q, (keys, values), batch.paged.tables[group], *at, self.softmax, out)
+        paged, prefill = batch.paged, batch.paged.prefill
+        assert prefill is not None
+        at = (prefill.rows, prefill.starts, prefill.kv_lens, prefill.longest)
+        return prefill_attention(q, (keys, values), paged.tables[group], *at, self.softmax)
 
 
 def _head_norm(norm: RMSNorm) -> HeadNorm:

@@ -192,15 +192,15 @@ def test_decode_attention_over_a_shared_cache(device, kind, options, extras, spl
     positions = [n - 1 for n in case.lengths]
     fields = case.kv * (case.groups + (2 if fused else 0))
     q = random(3, fields * case.dim, kind=kind, device=device)
-    rotation = (case.rotation, case.norms) if fused else ()
+    rotation, norms = (case.rotation, case.norms) if fused else (None, None)
     caches = [case.share(rank, ranks) for rank in range(ranks)]
     places = (case.table, case.rows, case.int32(positions), case.counters)
     found = [
-        decode_attention(q, cache, *places, replace(softmax, sinks=softmax.sinks if rank == 0 else None), *rotation,
+        decode_attention(q, cache, *places, replace(softmax, sinks=softmax.sinks if rank == 0 else None), rotation, norms,
                          part=CachePart(rank, ranks), splits=splits)
         for rank, cache in enumerate(caches)
     ]  # fmt: skip
-    expected = decode_attention(q, case.cache, *places, softmax, *rotation, splits=splits)
+    expected = decode_attention(q, case.cache, *places, softmax, rotation, norms, splits=splits)
     close(merged(torch.stack(found), q.dtype), expected, kind)
     for s, p in enumerate(positions):
         block = case.table[case.rows[s], p // (size * ranks)]
@@ -233,49 +233,24 @@ def test_prefill_attention(device, kind, options, extras):
 @pytest.mark.parametrize(
     ("groups", "extras"), [(3, {}), (1, {"cap": 5.0}), (2, {"window": 11}), (1, {"window": 20, "sinks": True})]
 )
-@pytest.mark.parametrize(
-    "how", [(32, 16, "descriptors", "apart"), (16, 16, "descriptors", "inside"), (16, 32, "pointers", "apart")]
-)
+@pytest.mark.parametrize("how", [(32, 16, True, "apart"), (16, 16, True, "inside"), (16, 32, False, "apart")])
 def test_prompt_attention(device, kind, groups, extras, how):
     from mgtp.runtime.kernels.prompt_attention import PromptTiling, prompt_attention
 
-    queries, keys, fetch, masking = how
+    queries, keys, described, masking = how
     case = Case(kind, device, groups=groups, dim=32)
     softmax, counts = softmax_of(case, extras), [1, 45, 16, 70]
     heads = case.kv * groups
     qkv = random(sum(counts), (heads + 2 * case.kv) * case.dim, kind=kind, device=device)
-    tiling = PromptTiling(queries, keys, 4, 2, fetch, masking)
+    tiling = PromptTiling(queries, keys, 4, 2, described, masking)
     starts = case.int32([0, 1, 46, 62, 132])
     rotated = qkv.unflatten(1, (-1, case.dim))[:, : heads + case.kv].contiguous()
-    out = qkv.new_empty((len(qkv), heads * case.dim))
-    prompt_attention(rotated, qkv, case.kv, starts, 70, softmax, tiling, out)
+    out = prompt_attention(rotated, qkv, case.kv, starts, 70, softmax, tiling)
     expected = []
     for part in qkv.unflatten(1, (-1, case.dim)).split(counts):
         q, k, v = part.split([heads, case.kv, case.kv], dim=1)
         expected += [references.attention(q[i], k, v, softmax, i) for i in range(len(part))]
     close(out, torch.stack(expected).flatten(1), kind)
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("how", [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)])
-def test_prompt_attention_in_gluon(device, dim, how):
-    """Which the interpreter cannot run: on compute capability 9.0 only."""
-    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no device of compute capability 9.0")
-    from mgtp.runtime.kernels.prompt_attention import PromptTiling, prompt_attention
-
-    case = Case("bfloat16", device, dim=dim)
-    softmax, counts, heads = softmax_of(case, {}), [1, 130, 300], case.kv * case.groups
-    qkv = random(sum(counts), (heads + 2 * case.kv) * dim, kind="bfloat16", device=device)
-    rotated = qkv.unflatten(1, (-1, dim))[:, : heads + case.kv].contiguous()
-    out = qkv.new_empty((len(qkv), heads * dim))
-    starts = case.int32([0, 1, 131, 431])
-    prompt_attention(rotated, qkv, case.kv, starts, 300, softmax, PromptTiling(*how, "gluon"), out)
-    expected = []
-    for part in qkv.unflatten(1, (-1, dim)).split(counts):
-        q, k, v = part.split([heads, case.kv, case.kv], dim=1)
-        expected += [references.attention(q[i], k, v, softmax, i) for i in range(len(part))]
-    close(out, torch.stack(expected).flatten(1), "bfloat16")
 
 
 @TYPES
