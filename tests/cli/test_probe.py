@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mgtp.cli import latency_plot as plots
 from mgtp.cli.latency_plot import latency_plot
@@ -83,9 +84,6 @@ def test_the_plot_names_every_backend():
 
 
 def test_the_plot_as_png():
-    pytest.importorskip("PIL")
-    from PIL import Image  # type: ignore[import-not-found]
-
     image = Image.open(io.BytesIO(latency_plot(figures(*MEASURED), ".png")))
     colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
     assert image.format == "PNG" and {(0x2B, 0x6C, 0xB0), (0xC0, 0x56, 0x21)} <= colours
