@@ -137,10 +137,13 @@ def test_readme_names_every_family() -> None:
     assert re.findall(r"[a-z]\w*", row[1]) == sorted(FAMILIES)
 
 
-def test_every_decision_is_listed() -> None:
+def test_every_decision_is_listed_by_its_title() -> None:
     folder = ROOT / "docs" / "decisions"
-    listed = set(re.findall(r"\]\((\d{4}-[^)]+)\)", (folder / "README.md").read_text(encoding="utf-8")))
-    assert listed == {path.name for path in folder.glob("[0-9]*.md")}
+    rows = re.findall(
+        r"^\| \[\d{4}\]\((.+?)\) \| (.+) \| \w+ \|$", (folder / "README.md").read_text(encoding="utf-8"), re.M
+    )
+    titles = {path.name: path.read_text(encoding="utf-8").splitlines()[0] for path in folder.glob("[0-9]*.md")}
+    assert {name: f"# {name[:4]}: {title}" for name, title in rows} == titles
 
 
 def test_the_program_loads_every_command() -> None:
