@@ -85,6 +85,7 @@ def bench(
     """
     from ..runtime.launch.bench import Bench
     from ..runtime.launch.bench_options import check_at_once, fitting_options
+    from ..runtime.launch.start import MAX_NUM_SEQS
     from .console import print_json
     from .launching import check_launch, launch_options, open_set, running
 
@@ -106,7 +107,7 @@ def bench(
         allow_shared_device=allow_shared_device,
         collective=collective,
         max_model_len=options.longest,
-        max_num_seqs=max_num_seqs or options.most_at_once,
+        max_num_seqs=max_num_seqs or min(options.most_at_once, MAX_NUM_SEQS),
         max_batch_tokens=max_batch_tokens,
         kv_cache_memory=kv_cache_memory,
         block_size=block_size,

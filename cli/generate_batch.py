@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mgtp.cli")
 
-MAX_NUM_SEQS = 256
+DEFAULT_NUM_SEQS = 256
 """Sequences at once where nobody says how many: enough to fill a GPU, if their caches fit."""
 
 
@@ -54,7 +54,7 @@ def run_batch(
     model.context = launch.max_model_len or shard_set.model.max_position
     with RequestFile(files[0], model, defaults) as requests:
         longest = max(line.longest for line in requests.lines)
-        seqs = max_num_seqs or min(MAX_NUM_SEQS, len(requests.lines))
+        seqs = max_num_seqs or min(DEFAULT_NUM_SEQS, len(requests.lines))
         launch = replace(launch, max_model_len=launch.max_model_len or longest, max_num_seqs=seqs)
         with ResultFile(files[1], requests.lines, ordered=ordered) as results:
             summary = _run(shard_set, requests, results, launch, ordered)

@@ -220,11 +220,11 @@ def _from_cache(
 
 def check_launch(shard_set: ShardSet, options: LaunchOptions) -> None:
     """Raise UsageError or DeviceError for ranks that cannot be started, before anything is made for each of them."""
-    from ..runtime.launch.room import check_gpus
+    from ..runtime.launch.room import check_memory
     from ..runtime.launch.start import check_sizes
 
     check_sizes(shard_set, options)
-    check_gpus(shard_set, options)
+    check_memory(shard_set, options)
 
 
 @contextmanager

@@ -208,9 +208,8 @@ class RankWorker:
             if self.rank == 0:
                 sampling.warm_up(logits)
             self.runner.forward(self.largest_step())
-            self.runner.forward(
-                self.scratch_step(1, max(1, self.longest_scratch - 1), start=1)
-            )  # a prompt that goes on
+            goes_on = self.scratch_step(1, max(1, self.longest_scratch - 1), start=1)  # a kernel of its own
+            self.runner.forward(goes_on)
             torch.cuda.synchronize()
             if not self.options.enforce_eager:
                 self.runner.capture()

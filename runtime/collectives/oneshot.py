@@ -27,21 +27,21 @@ UNTRUSTED_PATIENCE = 1 << 24
 class SymmetricWorkspace:
     """One group's symmetric memory: the same bytes on every rank, mapped by all of them. Making it is collective.
 
-    `two_shot_bytes` for torch's two-shot sums come first, then the packets of our kernel.
+    TWO_SHOT_BYTES for torch's two-shot sums come first, then the packets of our kernel.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, two_shot_bytes: int = TWO_SHOT_BYTES) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         from ..kernels.all_reduce import MOST_PROGRAMS, Workspace, packet_area
 
         self.group_name, self.device = group.group_name, device
         most, size = one_shot_bytes(group.size()), group.size()
         with torch.inference_mode(False):  # so that it can be written to in either mode
-            num_bytes = two_shot_bytes + packet_area(most, size)
+            num_bytes = TWO_SHOT_BYTES + packet_area(most, size)
             self.buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), [1], torch.uint8, device).zero_()
             counts = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # before others can write to it
         handle = symmetric_memory.rendezvous(self.buffer, group.group_name)
-        packets = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device) + two_shot_bytes
+        packets = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device) + TWO_SHOT_BYTES
         self.kernels = Workspace(packets, counts, group.rank(), most)
         self._handle = handle  # the mappings live as long as this
         self.two_shot = hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out")

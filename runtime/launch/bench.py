@@ -183,9 +183,7 @@ class Bench:
     def _check_room(self, options: BenchOptions) -> None:
         """Raise DeviceError for a batch whose sequences the cache cannot hold at once: some would wait."""
         launch, plan, tokens = self.launch, self.plan, options.request_tokens
-        demand = CacheDemand(
-            launch.max_num_seqs, tokens, launch.max_batch_tokens, launch.block_size, launch.cp_size
-        )  # fmt: skip
+        demand = CacheDemand(launch.max_num_seqs, tokens, launch.max_batch_tokens, launch.block_size, launch.cp_size)
         needs = demand.needs(self.model, plan.shared_axes(), 0, itemsize(plan.dtype))
         if not needs.groups:
             return  # recurrent layers alone

@@ -51,7 +51,7 @@ def fitting_options(
 
     Raises UsageError for what cannot be measured, before anything is started.
     """
-    output = output_tokens or min(128, max(2, context // 5))
+    output = output_tokens or min(128, max(2, context // 5 if prompt_tokens is None else context - prompt_tokens))
     prompt = prompt_tokens or min(512, max(1, context - output))
     if prefills is None:
         prefills = list(dict.fromkeys((count, min(tokens, context - 1)) for count, tokens in PREFILLS))

@@ -111,7 +111,7 @@ def _check_host(num_ranks: int) -> None:
     if needed > free:
         raise DeviceError(
             f"{counted(num_ranks, 'rank')} need {needed} bytes of the host at least, {free} are free",
-            f"use {max(1, free // RANK_BYTES)} or fewer",
+            f"use {fewer} or fewer" if (fewer := free // RANK_BYTES) else "end what else runs there",
         )
 
 

@@ -52,7 +52,7 @@ def share_out(sets: Mapping[str, ShardSet], launch: LaunchOptions) -> list[Launc
         taken = [index for each in launches for index in each.devices or ()]
         launches.append(launch_for(shard_set, launch, taken))
     if len(launches) == 1:
-        check_gpus(next(iter(sets.values())), launch)
+        check_memory(next(iter(sets.values())), launch)
         return launches
     needed = [needs(shard_set, each) for shard_set, each in zip(sets.values(), launches, strict=True)]
     everyone, free = [r for ranks in needed for r in ranks], free_bytes(launch.device)
@@ -105,8 +105,8 @@ def needs(shard_set: ShardSet, launch: LaunchOptions) -> list[RankNeeds]:
     return found
 
 
-def check_gpus(shard_set: ShardSet, launch: LaunchOptions) -> None:
-    """Raise DeviceError when the GPUs have too little memory free for a set that is to be started alone.
+def check_memory(shard_set: ShardSet, launch: LaunchOptions) -> None:
+    """Raise DeviceError when the devices have too little memory free for a set that is to be started alone.
 
     On the CPU files are mapped, whatever their size, but weights that are made up take memory.
     """
@@ -125,7 +125,7 @@ def check_gpus(shard_set: ShardSet, launch: LaunchOptions) -> None:
 
 
 def _check_made_up(shard_set: ShardSet, launch: LaunchOptions, free: int) -> None:
-    weights = sum(r.bytes - r.data_offset for r in shard_set.plan.ranks) * launch.cp_size
+    weights = sum(rank.fixed for rank in needs(shard_set, launch))
     if weights > free:
         raise DeviceError(
             f"{shard_set.path}: random weights of {weights} bytes do not fit into the host's memory, {free} are free",

@@ -141,7 +141,9 @@ def check_sizes(shard_set: ShardSet, options: LaunchOptions) -> None:
             f"use --max-model-len {model.max_position} or less, or leave it out",
         )
     if options.max_num_seqs > MAX_NUM_SEQS:
-        raise UsageError(f"{options.max_num_seqs} sequences at once are too many", f"ask for {MAX_NUM_SEQS} or less")
+        raise UsageError(
+            f"--max-num-seqs {options.max_num_seqs} is more than {MAX_NUM_SEQS}", f"ask for {MAX_NUM_SEQS} or less"
+        )
     if options.block_size not in BLOCK_SIZES:
         raise UsageError(
             f"--block-size {options.block_size} must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}",

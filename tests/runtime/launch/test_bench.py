@@ -31,6 +31,8 @@ def test_what_is_not_said_fits_the_context():
     short = fitting_options(256, [1, 8], None, 4, None, None)
     assert short.request_tokens == 256 == short.longest
     assert short.prefills == [(1, 255), (32, 255)]
+    assert fitting_options(256, [1], [], 0, 250, None).output_tokens == 6
+    assert fitting_options(256, [1], [], 0, None, 250).prompt_tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_a_batch_must_run_as_one(llama_8b):
 
 
 def test_too_many_sequences_are_refused_before_a_place_is_made_for_each(llama_8b):
-    with pytest.raises(UsageError, match="99999999 sequences at once are too many"):
+    with pytest.raises(UsageError, match="--max-num-seqs 99999999 is more than 65536"):
         check_sizes(llama_8b, LaunchOptions(max_num_seqs=99999999))
     check_sizes(llama_8b, LaunchOptions(max_num_seqs=MAX_NUM_SEQS))
 

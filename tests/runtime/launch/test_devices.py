@@ -75,6 +75,10 @@ def test_more_ranks_than_the_host_can_hold_are_refused(gpus, monkeypatch, device
     with pytest.raises(DeviceError, match=r"^4 ranks need 536870912 bytes") as error:
         place_ranks(2, device, None, allow_shared=True, cp_size=2)
     assert error.value.hint == "use 3 or fewer"
+    monkeypatch.setattr("mgtp.runtime.launch.devices.host_free_bytes", lambda: RANK_BYTES - 1)
+    with pytest.raises(DeviceError) as error:
+        place_ranks(1, device, None, allow_shared=True)
+    assert error.value.hint == "end what else runs there", "not even one would fit"
     with pytest.raises(DeviceError, match=r"^1000000000000 ranks"):  # nothing is made for each of them
         place_ranks(1, device, None, allow_shared=True, cp_size=10**12)
 

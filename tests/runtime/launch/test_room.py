@@ -27,7 +27,7 @@ def two_cards(monkeypatch):
 def test_a_model_larger_than_a_card_is_refused_on_one(two_cards):
     shard_set = dummy_shard_set(LLAMA_100B, 1)
     with pytest.raises(DeviceError) as error:
-        room.check_gpus(shard_set, LaunchOptions())
+        room.check_memory(shard_set, LaunchOptions())
     weights = shard_set.plan.ranks[0].weight_bytes
     assert weights > 200e9
     needed = int(error.value.message.partition(" needs ")[2].split()[0])
@@ -36,19 +36,19 @@ def test_a_model_larger_than_a_card_is_refused_on_one(two_cards):
 
 
 def test_it_is_not_on_two(two_cards):
-    room.check_gpus(dummy_shard_set(LLAMA_100B, 2), LaunchOptions())
+    room.check_memory(dummy_shard_set(LLAMA_100B, 2), LaunchOptions())
 
 
 def test_ranks_that_share_a_card_count_together(two_cards):
     shared = LaunchOptions(devices=(1,), allow_shared_device=True)
     with pytest.raises(DeviceError, match="of GPU 1") as error:
-        room.check_gpus(dummy_shard_set(LLAMA_100B, 2), shared)
+        room.check_memory(dummy_shard_set(LLAMA_100B, 2), shared)
     assert error.value.hint.startswith("use GPUs with more memory")
 
 
 def test_on_the_cpu_no_file_is_refused(two_cards):
     mapped = replace(dummy_shard_set(LLAMA_100B, 1), has_weights=True)
-    room.check_gpus(mapped, LaunchOptions(device="cpu"))
+    room.check_memory(mapped, LaunchOptions(device="cpu"))
 
 
 def test_random_weights_must_fit_into_the_host(monkeypatch):
@@ -56,6 +56,6 @@ def test_random_weights_must_fit_into_the_host(monkeypatch):
     shard_set = dummy_shard_set(LLAMA_100B, 2)
     monkeypatch.setattr(room, "free_bytes", lambda device: {room.HOST: CARD})
     with pytest.raises(DeviceError, match=f"random weights of .* do not fit into the host's memory, {CARD} are free"):
-        room.check_gpus(shard_set, LaunchOptions(device="cpu"))
+        room.check_memory(shard_set, LaunchOptions(device="cpu"))
     monkeypatch.setattr(room, "free_bytes", lambda device: {room.HOST: 2 * CARD})
-    room.check_gpus(shard_set, LaunchOptions(device="cpu"))
+    room.check_memory(shard_set, LaunchOptions(device="cpu"))
