@@ -33,8 +33,7 @@ PATIENCE = 40.0
 """Seconds that compiling and checking may take, for all ways together."""
 
 WAYS: dict[str, tuple | PromptTiling] = {
-    "present": ((128, 128, 8, 2), False),
-    "present, heads first": ((128, 128, 8, 2), True),
+    "through the block table": (128, 128, 8, 2),
     **{
         f"{'descriptors' if t.described else 'pointers'} {t.queries}x{t.keys} {t.warps} warps {t.stages} stages {t.masking}": t
         for t in (
@@ -81,7 +80,7 @@ class Prompts:
         if isinstance(way, PromptTiling):
             return prompt_attention(self.rotated, self.qkv, KV, self.starts, self.longest, SOFTMAX, way)
         where = (self.cache, self.table, self.rows, self.starts, self.lens, self.longest, SOFTMAX)
-        return prefill_attention(self.queries, *where, tiling=way[0], heads_first=way[1])
+        return prefill_attention(self.queries, *where, tiling=way)
 
     def error(self, out: torch.Tensor) -> float:
         """The largest relative error of any token's head against float32."""

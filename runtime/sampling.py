@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..shardplan.errors import MgtpError
 from .kernels import use_kernels
 from .penalties import Adjustment, TokenHistory, columns, record, to_device
 from .philox import uniform
@@ -43,16 +42,6 @@ class Sampled(NamedTuple):
     """int64 [S], always below V"""
     failed: Tensor
     """bool [S]: no choice was possible, the logits hold a NaN or +inf, or nothing but -inf; the id means nothing"""
-
-
-def raise_if_failed(failed: Tensor) -> None:
-    """Raise MgtpError naming the rows that `Sampled.failed` marks; waits for the device."""
-    rows = failed.nonzero().flatten().tolist()
-    if rows:
-        raise MgtpError(
-            f"the logits of row {', '.join(map(str, rows))} are not finite, so no token can be chosen",
-            "the weights may hold NaN or Inf, or overflow in this dtype: try mgtp verify, or shard with --dtype bfloat16",
-        )
 
 
 class Sampler:

@@ -72,19 +72,14 @@ def _attend(
 def _prefill_attention(
     q_ptr, k_cache, v_cache, tables, starts, rows, kv_lens, out_ptr, sinks, table_stride, scale, cap, window,
     KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """QUERIES tokens of one sequence and one query head."""
     start_dependents(PDL)
     wait_for_inputs(PDL)
-    # The longest rows first, so that they do not end last: of one head after another, or of all of them.
-    if HEADS_FIRST:
-        query_head, s = tl.program_id(0), tl.program_id(1)
-        tile = tl.num_programs(2) - 1 - tl.program_id(2)
-    else:
-        s, query_head = tl.program_id(2), tl.program_id(1)
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    s, query_head = tl.program_id(2), tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, so that they do not end last
     start, stop = tl.load(starts + s), tl.load(starts + s + 1)
     if tile * QUERIES >= stop - start:
         return
@@ -126,9 +121,6 @@ def _prefill_attention(
 
 _kernel = Kernel(_prefill_attention)
 
-HEADS_FIRST = False
-"""Whether the last tiles of all heads come first (to be measured: benchmarks/prefill_attention.py)."""
-
 
 def choose_tiling(wide: int, itemsize: int, large: bool) -> tuple[int, int, int, int]:
     """(queries and keys at a time, warps, pipeline stages) for heads of `wide` padded dimensions."""
@@ -148,7 +140,6 @@ def prefill_attention(
     softmax: Softmax,
     *,
     tiling: tuple[int, int, int, int] | None = None,
-    heads_first: bool = HEADS_FIRST,
 ) -> torch.Tensor:
     """q [T, kv*G, D], rotated, sequence s being tokens [starts[s], starts[s + 1]) -> [T, kv*G*D].
 
@@ -162,16 +153,15 @@ def prefill_attention(
     heads, wide = q.shape[1], power_of_2(dim)
     out = torch.empty_like(q)
     queries, block, warps, stages = tiling or choose_tiling(wide, q.element_size(), takes_large_tiles(q.device))
-    grid = (heads, rows.shape[0], cdiv(longest, queries))
     _kernel(
-        grid if heads_first else (grid[2], grid[0], grid[1]),
+        (cdiv(longest, queries), heads, rows.shape[0]),
         (
             q, k_cache, v_cache, table, starts, rows, kv_lens, out, q if softmax.sinks is None else softmax.sinks,
             table.stride(0), softmax.scale, softmax.cap, softmax.window,
         ),
         {
             "KV": kv, "G": heads // kv, "D": dim, "D_PAD": wide, "SIZE": size, "QUERIES": queries, "BLOCK": block,
-            "INDEX": index_type(k_cache), "HEADS_FIRST": heads_first,
+            "INDEX": index_type(k_cache),
             "WINDOWED": softmax.window > 0, "CAPPED": softmax.cap > 0, "SINKS": softmax.sinks is not None,
             "PRECISION": precision(q),
         },

@@ -24,7 +24,7 @@ class PromptTiling(NamedTuple):
     """Queries and keys at a time, warps, pipeline stages, and how.
 
     `described`: tiles are fetched by descriptors. `masking`: keys behind a query are masked in a loop of their own
-    ("apart"), or in the turns of one loop that need it ("inside").
+    ("apart"), or in the turns of one loop that need it ("inside"). What is not the default is there to be measured.
     """
 
     queries: int
@@ -35,8 +35,8 @@ class PromptTiling(NamedTuple):
     masking: str = "apart"
 
 
-TILING: PromptTiling | None = PromptTiling(64, 64, 4, 3)
-"""What benchmarks/prefill_attention.py finds fastest on an H200; None: the blocked cache is read for whole prompts too."""
+TILING = PromptTiling(64, 64, 4, 3)
+"""What benchmarks/prefill_attention.py finds fastest in a step on an H200."""
 
 
 @lru_cache

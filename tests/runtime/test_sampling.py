@@ -16,9 +16,8 @@ from torch import Tensor
 from mgtp.runtime import sampling
 from mgtp.runtime.penalties import TokenHistory, record
 from mgtp.runtime.philox import uniform
-from mgtp.runtime.sampling import Sampled, Sampler, likeliest, pick, raise_if_failed, top_logprobs
+from mgtp.runtime.sampling import Sampled, Sampler, likeliest, pick, top_logprobs
 from mgtp.runtime.sampling_params import SamplingParams
-from mgtp.shardplan.errors import MgtpError
 
 no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])]
@@ -303,15 +302,12 @@ def test_history_kept_in_inference_mode_and_ids_beyond_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}], ids=str)
-def test_rows_without_a_choice_are_marked_and_named(options: dict[str, Any], device: str) -> None:
+def test_rows_without_a_choice_are_marked(options: dict[str, Any], device: str) -> None:
     logits = random_logits(6, 20)
     logits[1, 19], logits[3], logits[4, 0] = NAN, -INF, INF
     result = sample(logits.to(device), SamplingParams(seed=0, **options), range(6))
     assert result.failed.tolist() == [False, True, False, True, True, False]
     assert bool(((result.ids >= 0) & (result.ids < 20)).all())
-    with pytest.raises(MgtpError, match="row 1, 3, 4 are not finite"):
-        raise_if_failed(result.failed)
-    raise_if_failed(result.failed[:1])
 
 
 def test_what_the_caller_must_not_forget() -> None:
