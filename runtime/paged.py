@@ -42,7 +42,7 @@ class PagedInputs:
     """Where the tokens are: each one's position and row in the block tables (int32 [T]), and the tables [R, blocks].
 
     `counters` are for the attention kernel. `angles`: cos and sin [T, d] of ropes that depend on a sequence's length.
-    `context`: the ranks that share out the cache; with several of them all tokens are whole sequences of one token.
+    `context`: the ranks that share out the cache; with several of them every token is the only new one of its sequence.
     """
 
     positions: torch.Tensor

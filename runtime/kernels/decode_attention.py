@@ -230,6 +230,7 @@ def _merge(
     found_ptr, out_ptr, heads, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """One query head of one sequence: what the ranks found, each weighted by its sum of exponentials."""
     start_dependents(PDL)
     wait_for_inputs(PDL)
     rank, d = tl.arange(0, RANKS_PAD), tl.arange(0, D_PAD)
