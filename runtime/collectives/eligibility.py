@@ -12,7 +12,7 @@ TWO_SHOT_BYTES = 8 << 20
 """The largest two-shot message. Larger ones are bound by bandwidth, where NCCL is at home."""
 
 ALIGNMENT = 16
-"""Bytes of one load: addresses and sizes must be multiples."""
+"""Bytes of one load: sizes must be multiples. Addresses, too, but ranks may differ in them: oneshot.py sees to that."""
 
 ONE_SHOT_DTYPES = ("bfloat16", "float16", "float32")
 TWO_SHOT_DTYPES = ("bfloat16", "float32")
@@ -21,13 +21,12 @@ TWO_SHOT_RANKS = (2, 4, 8)
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A tensor that is to be summed over ranks. `address` is its first byte's."""
+    """A tensor that is to go over ranks: what all of them know alike, or they would take different ways."""
 
     dtype: str
     num_bytes: int
     dims: int
     contiguous: bool = True
-    address: int = 0
     operation: str = "sum"
 
 
@@ -52,8 +51,7 @@ def method_for(message: Message, num_ranks: int, two_shot: bool = True) -> tuple
 
 def gathers(message: Message, num_ranks: int) -> bool:
     """Whether every rank's message of any dtype can be sent to all ranks at once."""
-    whole = message.contiguous and not (message.num_bytes % ALIGNMENT or message.address % ALIGNMENT)
-    return whole and 0 < message.num_bytes <= one_shot_bytes(num_ranks)
+    return message.num_bytes % ALIGNMENT == 0 and 0 < message.num_bytes <= one_shot_bytes(num_ranks)
 
 
 def _refusal(message: Message) -> str:
@@ -65,7 +63,7 @@ def _refusal(message: Message) -> str:
         return f"{counted(message.dims, 'dimension')}: not hidden states"
     if not message.contiguous:
         return "not contiguous"
-    if message.num_bytes % ALIGNMENT or message.address % ALIGNMENT:
+    if message.num_bytes % ALIGNMENT:
         return f"not aligned to {ALIGNMENT} bytes"
     return "" if message.num_bytes else "empty"
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from ...shardplan.errors import MgtpError
 from ..communicator import Communicator
 from .agreement import exchange
-from .eligibility import TWO_SHOT_BYTES, Member, Message, gathers, group_refusal, method_for, one_shot_bytes
+from .eligibility import ALIGNMENT, TWO_SHOT_BYTES, Member, Message, gathers, group_refusal, method_for, one_shot_bytes
 
 if TYPE_CHECKING:
     from .groups import Rank
@@ -77,7 +77,7 @@ class OneShotCommunicator:
         if method == "one-shot":
             from ..kernels.all_reduce import all_reduce
 
-            return all_reduce(tensor, self.memory.kernels, self.patience)
+            return all_reduce(_aligned(tensor), self.memory.kernels, self.patience)
         if method == "two-shot":
             shared, total = self.memory.view_like(tensor), torch.empty_like(tensor)
             shared.copy_(tensor)
@@ -90,7 +90,7 @@ class OneShotCommunicator:
         if gathers(_message(tensor), self.size):
             from ..kernels.all_reduce import all_gather
 
-            return all_gather(tensor, self.memory.kernels, self.patience)
+            return all_gather(_aligned(tensor.contiguous()), self.memory.kernels, self.patience)
         return self.fallback.all_gather(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -116,7 +116,7 @@ class OneShotCommunicator:
             from ..kernels.all_reduce import all_reduce_add_rms_norm
 
             places = (residual.contiguous(), weight, eps, self.memory.kernels)
-            return all_reduce_add_rms_norm(x, *places, **variant, patience=self.patience)
+            return all_reduce_add_rms_norm(_aligned(x), *places, **variant, patience=self.patience)
         from ..kernels.norm import add_rms_norm
 
         return add_rms_norm(self.all_reduce(x), residual, weight, eps, **variant)
@@ -131,7 +131,12 @@ class OneShotCommunicator:
 
 def _message(tensor: torch.Tensor) -> Message:
     name, num_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-    return Message(name, num_bytes, tensor.dim(), tensor.is_contiguous(), tensor.data_ptr())
+    return Message(name, num_bytes, tensor.dim(), tensor.is_contiguous())
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """For wide loads. A copy, rather than another way that the other ranks would not take."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def agree_on_members(ranks: Sequence[Rank], control: Communicator) -> list[Member]:

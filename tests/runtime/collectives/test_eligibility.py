@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgtp.runtime.collectives.eligibility import TWO_SHOT_BYTES, Member, Message, group_refusal, method_for
+from mgtp.runtime.collectives.eligibility import TWO_SHOT_BYTES, Member, Message, gathers, group_refusal, method_for
 from mgtp.runtime.collectives.request import check_placement, parse_collective
 from mgtp.shardplan.errors import UsageError
 
@@ -35,7 +35,6 @@ def message(**changes) -> Message:
         ({"dims": 1}, 2, "fallback", "1 dimension"),
         ({"contiguous": False}, 2, "fallback", "not contiguous"),
         ({"num_bytes": 8190}, 2, "fallback", "not aligned"),
-        ({"address": 8}, 2, "fallback", "not aligned"),
         ({"num_bytes": 0}, 2, "fallback", "empty"),
         ({"operation": "max"}, 2, "fallback", "max is not a sum"),
     ],
@@ -43,6 +42,21 @@ def message(**changes) -> Message:
 def test_the_way_of_a_message(changes, ranks, method, why):
     found, reason = method_for(message(**changes), ranks)
     assert found == method and why in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "fits"),
+    [
+        ({"dtype": "int64", "dims": 1, "num_bytes": 48, "contiguous": False}, 8, True),
+        ({"num_bytes": MIB}, 2, True),
+        ({"num_bytes": MIB + 16}, 2, False),
+        ({"num_bytes": MIB}, 4, False),
+        ({"num_bytes": 8190}, 2, False),
+        ({"num_bytes": 0}, 2, False),
+    ],
+)
+def test_what_is_gathered_at_once(changes, ranks, fits):
+    assert gathers(message(**changes), ranks) == fits
 
 
 def test_without_torchs_two_shot_kernel_large_sums_fall_back():
