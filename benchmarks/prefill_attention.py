@@ -35,15 +35,11 @@ PATIENCE = 40.0
 WAYS: dict[str, tuple | PromptTiling] = {
     "through the block table": (128, 128, 8, 2),
     **{
-        f"{'descriptors' if t.described else 'pointers'} {t.queries}x{t.keys} {t.warps} warps {t.stages} stages {t.masking}": t
+        f"descriptors {t.queries}x{t.keys} {t.warps} warps {t.stages} stages": t
         for t in (
-            PromptTiling(128, 128, 8, 2), PromptTiling(128, 128, 8, 3),
-            PromptTiling(128, 128, 8, 2, masking="inside"), PromptTiling(128, 128, 8, 3, masking="inside"),
-            PromptTiling(128, 64, 8, 2), PromptTiling(128, 64, 8, 3), PromptTiling(128, 64, 8, 4),
-            PromptTiling(128, 64, 8, 3, masking="inside"), PromptTiling(128, 64, 8, 4, masking="inside"),
-            PromptTiling(64, 128, 4, 2), PromptTiling(64, 64, 4, 2), PromptTiling(64, 64, 4, 3),
-            PromptTiling(64, 64, 4, 3, masking="inside"),
-            PromptTiling(128, 128, 8, 2, described=False), PromptTiling(128, 64, 8, 3, described=False),
+            PromptTiling(128, 128, 8, 2), PromptTiling(128, 128, 8, 3), PromptTiling(128, 64, 8, 2),
+            PromptTiling(128, 64, 8, 3), PromptTiling(128, 64, 8, 4), PromptTiling(64, 128, 4, 2),
+            PromptTiling(64, 64, 4, 2), PromptTiling(64, 64, 4, 3),
         )
     },
 }  # fmt: skip

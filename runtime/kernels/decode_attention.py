@@ -73,6 +73,42 @@ def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
     return scores * (scale * 1.4426950408889634)
 
 
+@triton.jit
+def _over_kept_keys(
+    q, k_cache, v_cache, table, head, begin, end, scale, cap,
+    KV: tl.constexpr, G_DOT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, INDEX: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(highest exponent, sum of exponentials, weighted sum of values) of cached keys [begin, end): online softmax."""
+    d = tl.arange(0, D_PAD)
+    dtype = k_cache.dtype.element_ty
+    highest = tl.full([G_DOT], float("-inf"), tl.float32)
+    total = tl.zeros([G_DOT], tl.float32)
+    acc = tl.zeros([G_DOT, D_PAD], tl.float32)
+    ahead = begin + tl.arange(0, BLOCK)
+    next_block = tl.load(table + ahead // SIZE, mask=ahead < end, other=0)
+    for first in range(begin, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        seen = at < end
+        # Looked up one turn ahead, so that loads of keys wait for no other load of their own turn.
+        block = next_block
+        next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < end, other=0)
+        slots = ((block.to(INDEX) * SIZE + at % SIZE) * KV + head) * D
+        mask = seen[:, None] & (d < D)[None, :]
+        k = tl.load(k_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
+        scores = dot(q, tl.trans(k), tl.zeros([G_DOT, BLOCK], tl.float32), PRECISION)
+        exponents = scores_to_exponents(scores, scale, cap, CAPPED)
+        exponents = tl.where(seen[None, :], exponents, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(exponents, 1))
+        weights = tl.exp2(exponents - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        v = tl.load(v_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = dot(weights.to(dtype), v, acc * shrink[:, None], PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+        highest = new_highest
+    return highest, total, acc
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "window", "rank"],
     do_not_specialize_on_alignment=["tables", "rows", "positions"],  # parts of larger tensors, at any place
@@ -112,31 +148,9 @@ def _decode_attention(
     share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), 16) * 16
     begin = low + split * share
     end = tl.minimum(begin + share, high)
-    highest = tl.full([G_DOT], float("-inf"), tl.float32)
-    total = tl.zeros([G_DOT], tl.float32)
-    acc = tl.zeros([G_DOT, D_PAD], tl.float32)
-    q_dot = q.to(dtype)
-    ahead = begin + tl.arange(0, BLOCK)
-    next_block = tl.load(table + ahead // SIZE, mask=ahead < end, other=0)
-    for first in range(begin, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        seen = at < end
-        # Looked up one turn ahead, so that loads of keys wait for no other load of their own turn.
-        block = next_block
-        next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < end, other=0)
-        slots = ((block.to(INDEX) * SIZE + at % SIZE) * KV + head) * D
-        mask = seen[:, None] & (d < D)[None, :]
-        k = tl.load(k_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
-        scores = dot(q_dot, tl.trans(k), tl.zeros([G_DOT, BLOCK], tl.float32), PRECISION)
-        exponents = scores_to_exponents(scores, scale, cap, CAPPED)
-        exponents = tl.where(seen[None, :], exponents, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(exponents, 1))
-        weights = tl.exp2(exponents - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        v = tl.load(v_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
-        acc = dot(weights.to(dtype), v, acc * shrink[:, None], PRECISION)
-        total = total * shrink + tl.sum(weights, 1)
-        highest = new_highest
+    highest, total, acc = _over_kept_keys(
+        q.to(dtype), k_cache, v_cache, table, head, begin, end, scale, cap,
+        KV, G_DOT, D, D_PAD, SIZE, BLOCK, INDEX, CAPPED, PRECISION)  # fmt: skip
 
     if FUSED:
         new_here = split == SPLITS - 1

@@ -21,18 +21,12 @@ from .launch import Kernel, cdiv, dot, precision, start_dependents, takes_large_
 
 
 class PromptTiling(NamedTuple):
-    """Queries and keys at a time, warps, pipeline stages, and how.
-
-    `described`: tiles are fetched by descriptors. `masking`: keys behind a query are masked in a loop of their own
-    ("apart"), or in the turns of one loop that need it ("inside"). What is not the default is there to be measured.
-    """
+    """Queries and keys at a time, warps, pipeline stages."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    described: bool = True
-    masking: str = "apart"
 
 
 TILING = PromptTiling(64, 64, 4, 3)
@@ -49,21 +43,6 @@ def prompt_tiling(device: torch.device, dtype: torch.dtype, dim: int) -> PromptT
 
 
 @triton.jit
-def _tile(
-    rows, first, stop, column,
-    STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows from `first` on of the head at `column`, [BLOCK, D]; those from `stop` on may be another sequence's."""
-    if DESCRIBED:
-        tile = rows.load([first, column])
-    else:
-        r, d = tl.arange(0, BLOCK), tl.arange(0, D)
-        at = rows + column + (first + r).to(tl.int64)[:, None] * STRIDE + d[None, :]
-        tile = tl.load(at, mask=(first + r < stop)[:, None], other=0.0) if MASKED else tl.load(at)
-    return tile
-
-
-@triton.jit
 def _masked(scores, first, first_seen, last_seen, WINDOWED: tl.constexpr):
     at = first + tl.arange(0, scores.shape[1])
     seen = at[None, :] <= last_seen[:, None]
@@ -74,25 +53,19 @@ def _masked(scores, first, first_seen, last_seen, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _turn(
-    q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen, highest, total, acc,
-    factor, cap,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, MASKING: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_rows, v_rows, first, k_column, v_column, first_seen, last_seen, highest, total, acc, factor, cap,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [first, first + BLOCK); `highest` is in units of the scores, before `factor`."""
-    keys = _tile(k_rows, first, stop, k_column, K_STRIDE, D, BLOCK, MASKING != "never", DESCRIBED)
-    scores = dot(q, keys.T, tl.zeros([q.shape[0], BLOCK], tl.float32), PRECISION)
-    values = _tile(v_rows, first, stop, v_column, V_STRIDE, D, BLOCK, MASKING != "never", DESCRIBED)
+    scores = dot(q, k_rows.load([first, k_column]).T, tl.zeros([q.shape[0], BLOCK], tl.float32), PRECISION)
+    values = v_rows.load([first, v_column])
     if CAPPED:
         scores = tanh(scores * cap)
-    if MASKING == "inside":
-        if (first < clear_low) | (first >= clear_high):
-            scores = _masked(scores, first, first_seen, last_seen, WINDOWED)
-    elif MASKING == "always":
+    if MASKED:
         scores = _masked(scores, first, first_seen, last_seen, WINDOWED)
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # A query may have seen nothing yet: subtract 0 instead of -inf.
-    base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if WINDOWED and MASKING != "never" else new_highest
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if WINDOWED and MASKED else new_highest
     weights = tl.exp2(scores * factor - (base * factor)[:, None])
     shrink = tl.exp2((highest - base) * factor)
     total = total * shrink + tl.sum(weights, 1)
@@ -104,7 +77,6 @@ def _turn(
 def _prompt_attention(
     out_ptr, q_rows, k_rows, v_rows, starts, sinks, factor, cap, window,
     KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-    DESCRIBED: tl.constexpr, MASKING: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """QUERIES tokens of one sequence and one query head. Positions are those in the step, not in the sequence.
@@ -119,7 +91,7 @@ def _prompt_attention(
     head = query_head // G
     k_column, v_column = (KV * G + head) * D, (KV * G + KV + head) * D
     first_query = start + tile * QUERIES
-    q = _tile(q_rows, first_query, stop, query_head * D, (KV * G + KV) * D, D, QUERIES, True, DESCRIBED)
+    q = q_rows.load([first_query, query_head * D])
     at = first_query + tl.arange(0, QUERIES)
     last_seen = at
     first_seen = tl.maximum(at + 1 - window, start) if WINDOWED else at
@@ -137,24 +109,19 @@ def _prompt_attention(
     else:
         highest, total = tl.full([QUERIES], float("-inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, D], tl.float32)
-    if MASKING == "apart":
-        if WINDOWED:
-            for first in tl.range(low, clear_low, BLOCK):
-                highest, total, acc = _turn(
-                    q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
-                    highest, total, acc, factor, cap,
-                    (KV * G + KV) * D, (KV * G + 2 * KV) * D, D, BLOCK, "always", WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
-        for first in tl.range(clear_low, clear_high, BLOCK):
+    if WINDOWED:
+        for first in tl.range(low, clear_low, BLOCK):
             highest, total, acc = _turn(
-                q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
-                highest, total, acc, factor, cap,
-                (KV * G + KV) * D, (KV * G + 2 * KV) * D, D, BLOCK, "never", WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
-        low = clear_high
-    for first in tl.range(low, high, BLOCK):
+                q, k_rows, v_rows, first, k_column, v_column, first_seen, last_seen, highest, total, acc, factor, cap,
+                BLOCK, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+    for first in tl.range(clear_low, clear_high, BLOCK):
         highest, total, acc = _turn(
-            q, k_rows, v_rows, first, stop, k_column, v_column, clear_low, clear_high, first_seen, last_seen,
-            highest, total, acc, factor, cap,
-            (KV * G + KV) * D, (KV * G + 2 * KV) * D, D, BLOCK, "always" if MASKING == "apart" else MASKING, WINDOWED, CAPPED, DESCRIBED, PRECISION)  # fmt: skip
+            q, k_rows, v_rows, first, k_column, v_column, first_seen, last_seen, highest, total, acc, factor, cap,
+            BLOCK, False, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+    for first in tl.range(clear_high, high, BLOCK):
+        highest, total, acc = _turn(
+            q, k_rows, v_rows, first, k_column, v_column, first_seen, last_seen, highest, total, acc, factor, cap,
+            BLOCK, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
     out_at = out_ptr + at.to(tl.int64)[:, None] * (KV * G * D) + query_head * D + tl.arange(0, D)[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < stop)[:, None])
 
@@ -175,24 +142,26 @@ def prompt_attention(
 
     `starts` int32 [S + 1]: sequence s is all of tokens [starts[s], starts[s + 1]). `longest`: tokens of the longest one.
     """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4
+
     heads, dim = rotated.shape[1] - kv, rotated.shape[2]
     out = qkv.new_empty((qkv.shape[0], heads * dim))
-    q_rows, k_rows, v_rows = rotated.flatten(1), rotated.flatten(1), qkv.contiguous()
-    if tiling.described:
-        from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4
-
-        q_rows = TensorDescriptor.from_tensor(q_rows, [tiling.queries, dim])
-        k_rows, v_rows = (TensorDescriptor.from_tensor(rows, [tiling.keys, dim]) for rows in (k_rows, v_rows))
+    queries, keys = [tiling.queries, dim], [tiling.keys, dim]
+    queries_and_keys = rotated.flatten(1)
+    described = (
+        TensorDescriptor.from_tensor(queries_and_keys, queries),
+        TensorDescriptor.from_tensor(queries_and_keys, keys),
+        TensorDescriptor.from_tensor(qkv.contiguous(), keys),
+    )
     factor, cap = (softmax.cap, softmax.scale / softmax.cap) if softmax.cap else (softmax.scale, 0.0)
     _kernel(
         (heads, len(starts) - 1, cdiv(longest, tiling.queries)),
         (
-            out, q_rows, k_rows, v_rows, starts, out if softmax.sinks is None else softmax.sinks,
+            out, *described, starts, out if softmax.sinks is None else softmax.sinks,
             factor * LOG2_E, cap, softmax.window,
         ),
         {
             "KV": kv, "G": heads // kv, "D": dim, "QUERIES": tiling.queries, "BLOCK": tiling.keys,
-            "DESCRIBED": tiling.described, "MASKING": tiling.masking,
             "WINDOWED": softmax.window > 0, "CAPPED": softmax.cap > 0, "SINKS": softmax.sinks is not None,
             "PRECISION": precision(qkv),
         },
