@@ -64,7 +64,7 @@ def _refusal(message: Message) -> str:
     if not message.contiguous:
         return "not contiguous"
     if message.num_bytes % ALIGNMENT:
-        return f"not aligned to {ALIGNMENT} bytes"
+        return f"{message.num_bytes} bytes are no multiple of {ALIGNMENT}"
     return "" if message.num_bytes else "empty"
 
 

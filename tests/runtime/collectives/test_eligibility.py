@@ -34,7 +34,7 @@ def message(**changes) -> Message:
         ({"dtype": "float64"}, 2, "fallback", "float64 is not one of"),
         ({"dims": 1}, 2, "fallback", "1 dimension"),
         ({"contiguous": False}, 2, "fallback", "not contiguous"),
-        ({"num_bytes": 8190}, 2, "fallback", "not aligned"),
+        ({"num_bytes": 8190}, 2, "fallback", "no multiple of 16"),
         ({"num_bytes": 0}, 2, "fallback", "empty"),
         ({"operation": "max"}, 2, "fallback", "max is not a sum"),
     ],

@@ -1,0 +1,47 @@
+# pyright: basic
+"""Times small sums over the GPUs of this machine: NCCL, oneshot, and what follows a sum in a layer, apart and in one kernel.
+
+torchrun --nproc-per-node 2 benchmarks/small_sums.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from mgtp.runtime.collectives.oneshot import OneShotCommunicator
+from mgtp.runtime.collectives.timing import seconds_per_call
+from mgtp.runtime.kernels.norm import add_rms_norm
+from mgtp.runtime.mesh import create_mesh
+
+SHAPES = [(tokens, hidden) for hidden in (4096, 8192) for tokens in (1, 8, 32, 128)]
+CALLS = 40  # in a graph
+
+
+@torch.inference_mode()
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    mesh = create_mesh({"tp": int(os.environ["WORLD_SIZE"])}, device, backends={"tp": "oneshot"})
+    c = mesh.tp
+    assert isinstance(c, OneShotCommunicator)
+    for shape in SHAPES:
+        x, residual = (torch.randn(shape, device=device).bfloat16() * 0.01 for _ in range(2))
+        if c.method(x) != "one-shot":
+            continue
+        weight = torch.ones(shape[1], dtype=torch.bfloat16, device=device)
+        ways = {
+            "nccl": lambda x=x: c.fallback.all_reduce(x),
+            "oneshot": lambda x=x: c.all_reduce(x),
+            "norm": lambda x=x, r=residual, w=weight: add_rms_norm(x, r, w, 1e-5),
+            "in one": lambda x=x, r=residual, w=weight: c.all_reduce_add_rms_norm(x, r, w, 1e-5, False, True),
+        }
+        times = {name: seconds_per_call(way, c, device, CALLS) * 1e6 for name, way in ways.items()}
+        if c.rank == 0:
+            print(shape, ", ".join(f"{name} {time:.2f} us" for name, time in times.items()), flush=True)
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()
