@@ -42,6 +42,14 @@ def weigh(keys, LIBRARY: tl.constexpr):
 
 
 @triton.jit
+def _weights_of(row_ptr, at, V, top, temperature, min_weight, LIBRARY: tl.constexpr):
+    """(keys, weights) of the tokens `at`; those that are too unlikely weigh nothing."""
+    keys = keys_of(row_ptr, at, V, top, temperature)
+    weights = weigh(keys, LIBRARY)
+    return keys, tl.where((weights >= min_weight) & (at < V), weights, 0)
+
+
+@triton.jit
 def _draw(
     logits_ptr, ids_ptr, rows_ptr, randoms_ptr, temperatures, min_weights, edges, num_kept, sums, equals, counters, V,
     FILTERED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
@@ -59,9 +67,7 @@ def _draw(
     top = tl.load(row_ptr + tl.load(ids_ptr + s)).to(tl.float32)
     temperature, min_weight = tl.load(temperatures + r), tl.load(min_weights + r)
     at = split * BLOCK + tl.arange(0, BLOCK)
-    keys = keys_of(row_ptr, at, V, top, temperature)
-    weights = weigh(keys, LIBRARY)
-    weights = tl.where((weights >= min_weight) & (at < V), weights, 0)
+    keys, weights = _weights_of(row_ptr, at, V, top, temperature, min_weight, LIBRARY)
     if FILTERED:
         edge = tl.load(edges + r)
         weights = tl.where(keys < edge, weights, 0)
@@ -73,10 +79,8 @@ def _draw(
         parts = tl.load(sums + r * SPLITS + i, mask=i < SPLITS, other=0, cache_modifier=".cg")
         kept = tl.zeros_like(i)
         if FILTERED:
-            edge, equal = (
-                tl.load(edges + r),
-                tl.load(equals + r * SPLITS + i, mask=i < SPLITS, other=0, cache_modifier=".cg"),
-            )
+            edge = tl.load(edges + r)
+            equal = tl.load(equals + r * SPLITS + i, mask=i < SPLITS, other=0, cache_modifier=".cg")
             weight = weigh(edge, LIBRARY)
             kept = tl.load(num_kept + r) - (tl.cumsum(equal, 0) - equal)
             kept = tl.minimum(tl.maximum(kept, 0), equal)
@@ -87,9 +91,7 @@ def _draw(
         block = tl.min(tl.where(tl.cumsum(parts, 0) > target, i, SPLITS - 1), 0)
         target -= tl.sum(tl.where(i < block, parts, 0), 0)
         at = block * BLOCK + tl.arange(0, BLOCK)
-        keys = keys_of(row_ptr, at, V, top, temperature)
-        weights = weigh(keys, LIBRARY)
-        weights = tl.where((weights >= min_weight) & (at < V), weights, 0)
+        keys, weights = _weights_of(row_ptr, at, V, top, temperature, min_weight, LIBRARY)
         if FILTERED:
             edge = tl.load(edges + r)
             place = tl.cumsum((keys == edge).to(tl.int32), 0)
