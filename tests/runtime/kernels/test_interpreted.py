@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[3]
+# The interpreter calls int() on arrays of one element, which numpy refuses from 2.4 on; Triton 3.7 mended that (its issue 9171).
+LOOPS_FAIL = Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4")
 # bfloat16 is emulated, slowly, and float32 shows the same faults but for those of rounding.
 SELECTIONS = [
     pytest.param("float32 and (add_rms_norm or activation or sum) or nan or ends", id="share"),
@@ -20,6 +24,7 @@ SELECTIONS = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="these tests run interpreted already")
+@pytest.mark.skipif(LOOPS_FAIL, reason="Triton before 3.7 cannot interpret a loop with numpy 2.4 or later")
 def test_kernels_in_the_interpreter(selection):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection, "--timeout=600"]
     command += ["-m", "not cuda", str(Path(__file__).parent)]
