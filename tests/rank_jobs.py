@@ -16,12 +16,13 @@ from mgtp.runtime.options import RankOptions
 from mgtp.runtime.place import Place
 from mgtp.runtime.rank_worker import RankWorker
 from mgtp.runtime.sampling_params import SamplingParams
+from tests.pipe_communicator import PipeCommunicator
 from tests.world import MeshRanks
 
 
 @dataclass
 class GroupLink:
-    """Stands for a rank's sockets: steps reach the followers through the process group itself."""
+    """Stands for a rank's sockets: steps reach the followers as the communicator's tensors do."""
 
     communicator: Communicator
     options: RankOptions
@@ -31,10 +32,14 @@ class GroupLink:
         return self.communicator.rank
 
     def send_step(self, message: Any) -> None:
-        if isinstance(self.communicator, GroupCommunicator):
+        if isinstance(self.communicator, PipeCommunicator):
+            self.communicator.broadcast_object(message)
+        elif isinstance(self.communicator, GroupCommunicator):
             dist.broadcast_object_list([message], group=self.communicator.group, group_src=0)
 
     def receive(self, timeout: float | None = None) -> Any:
+        if isinstance(self.communicator, PipeCommunicator):
+            return self.communicator.broadcast_object(None)
         box = [None]
         dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)  # type: ignore[attr-defined]
         return box[0]

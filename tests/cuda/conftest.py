@@ -21,7 +21,7 @@ def worlds() -> Iterator[dict[int, World]]:
         patch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         patch.setenv("NCCL_NVLS_ENABLE", "0")
         patch.setenv("NCCL_SOCKET_IFNAME", "lo")
-        made = {size: World(size) for size in (2, 4)}
+        made = {size: World(size, spawn=True) for size in (2, 4)}
         yield made
         for world in made.values():
             world.close()

@@ -34,9 +34,9 @@ def main() -> None:
     """Run the job on two ranks; raises what a rank raised."""
     tests.world.JOB_SECONDS = int(os.environ.get("JOB_SECONDS", "240"))
     os.environ |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    world = World(2)
+    world = World(2, spawn=True)
     try:
-        world.run(2, every_kernel, [0, 0])
+        world.run_group(2, every_kernel, [0, 0])
         world.end(60)
     finally:
         world.close()

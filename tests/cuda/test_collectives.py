@@ -30,11 +30,11 @@ JOBS = (jobs.sums, jobs.fused, jobs.replays, jobs.hammer)
 def test_oneshot(job, devices, worlds):
     if max(devices) >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
-    worlds[len(devices)].run(len(devices), job, devices)
+    worlds[len(devices)].run_group(len(devices), job, devices)
 
 
 def test_sharing_a_device_must_be_allowed(worlds):
-    for message in worlds[2].run(2, jobs.refused, [0, 0]):
+    for message in worlds[2].run_group(2, jobs.refused, [0, 0]):
         assert "ranks 0 and 1 share a device without --allow-shared-device" in message
 
 

@@ -45,9 +45,11 @@ def test_ids_are_those_of_one_rank_and_of_the_reference(family, tp_size, devices
     folder, world = recipe_checkpoint(family), worlds[len(devices)]
     want = [reference_greedy(load_reference(str(folder)), prompt, COUNT) for prompt in PROMPTS]
     for most in (256, 24):  # every prompt in one piece; long ones in several, beside others that decode
-        one, _ = worlds[2].run(1, answers, [0], 1, sharded(folder, 1), PROMPTS, most)[0]
+        one, _ = worlds[2].run_group(1, answers, [0], 1, sharded(folder, 1), PROMPTS, most)[0]
         assert one == want
-        found, backend = world.run(len(devices), answers, devices, tp_size, sharded(folder, tp_size), PROMPTS, most)[0]
+        found, backend = world.run_group(
+            len(devices), answers, devices, tp_size, sharded(folder, tp_size), PROMPTS, most
+        )[0]
         assert found == want
     shared = len(set(devices)) < len(devices)
     assert backend == ("none" if tp_size == len(devices) else "host" if shared else "nccl")
@@ -57,7 +59,7 @@ def test_recurrent_states_are_passed_on(worlds, recipe_checkpoint, sharded):
     folder = recipe_checkpoint("qwen3_5")
     want = [reference_greedy(load_reference(str(folder)), prompt, COUNT) for prompt in PROMPTS]
     for devices in ([0, 0], [0, 1])[: torch.cuda.device_count()]:
-        assert worlds[2].run(2, answers, devices, 1, sharded(folder, 1), PROMPTS, 24)[0][0] == want
+        assert worlds[2].run_group(2, answers, devices, 1, sharded(folder, 1), PROMPTS, 24)[0][0] == want
 
 
 @pytest.mark.parametrize("devices", [pytest.param([0, 0], id="on a GPU"), pytest.param([0, 1], id="on 2 GPUs")])
@@ -69,8 +71,8 @@ def test_a_long_prompt_takes_little_memory(devices, worlds, tmp_path):
     config.write_text(json.dumps(CONFIG))
     model, step = parse_config(CONFIG), StepSize(32768, 1, 2, 32768)
     planned = workspace_bytes(model, model_axes(model, [1]), 0, 2, step)
-    _, want = worlds[2].run(1, long_prompt, [0], str(config), 32768)[0]
-    for most, logits in worlds[2].run(2, long_prompt, devices, str(config), 32768):
+    _, want = worlds[2].run_group(1, long_prompt, [0], str(config), 32768)[0]
+    for most, logits in worlds[2].run_group(2, long_prompt, devices, str(config), 32768):
         print(f"{most / 2**20:.0f} of {planned / 2**20:.0f} MiB, logits {(logits - want).abs().max():.4f} apart")
         assert most < 2 << 30
         assert most < planned

@@ -62,7 +62,7 @@ def check_sum(total: torch.Tensor, exact: torch.Tensor, parts: list[torch.Tensor
 
 @WORLD_SIZES
 def test_every_operation_against_a_float64_sum(world, size):
-    world.run(size, all_operations)
+    world.run_group(size, all_operations)
 
 
 def test_a_single_rank_exchanges_nothing():

@@ -74,7 +74,7 @@ def _beside_a_group(communicator: Communicator) -> tuple[list[float], list[float
 
 
 def test_beside_an_existing_process_group(world):
-    for rank, (sums, everyone, refused, works) in enumerate(world.run(9, _beside_a_group)):
+    for rank, (sums, everyone, refused, works) in enumerate(world.run_group(9, _beside_a_group)):
         row, column = rank // 3 * 3, rank % 3
         assert sums == [3 * row + 3, 3 * column + 9]
         assert everyone == list(range(9))

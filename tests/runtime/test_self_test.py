@@ -31,7 +31,7 @@ def test_sums_that_are_wrong_are_seen():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_real_collectives_pass(world, size):
-    world.run(size, check_collectives, torch.device("cpu"))
+    world.run_group(size, check_collectives, torch.device("cpu"))
 
 
 def test_ranks_with_less_memory_are_named():

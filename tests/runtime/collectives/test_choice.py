@@ -66,7 +66,7 @@ def outcome(host: Communicator, asked: str, faults: dict[str, str], where: int, 
 
 def agreed(world, size: int, asked: str, faults: dict[str, str], where: int = 1, seconds: float = SECONDS):
     """What all ranks chose, which must be the same."""
-    results = world.run(size, outcome, asked, faults, where, seconds)
+    results = world.run_group(size, outcome, asked, faults, where, seconds)
     assert len(set(results)) == 1, results
     return results[0]
 
@@ -128,7 +128,7 @@ def silent_outcome(host: Communicator) -> tuple[str, str]:
 
 def test_one_that_hangs_is_left_when_its_time_is_over(world):
     begin = time.monotonic()
-    for backend, reason in world.run(2, silent_outcome):
+    for backend, reason in world.run_group(2, silent_outcome):
         assert backend == "host" and "rank 0: no answer within 0.5 s; rank 1: no answer within 0.5 s" in reason
     assert time.monotonic() - begin < 60
 
@@ -146,7 +146,7 @@ def say(host: Communicator) -> list[str]:
 
 
 def test_exchange_cuts_long_texts(world):
-    for texts in world.run(2, say):
+    for texts in world.run_group(2, say):
         assert texts[0] == "" and texts[1] == "é" * 512
 
 
@@ -185,4 +185,4 @@ def fusing(host: Communicator, seconds: list[tuple[float | None, float]]) -> boo
     ids=["faster", "slower on one rank", "not measured on one rank"],
 )
 def test_ranks_agree_whether_norms_sum(world, seconds, pays):
-    assert world.run(2, fusing, seconds) == [pays, pays]
+    assert world.run_group(2, fusing, seconds) == [pays, pays]

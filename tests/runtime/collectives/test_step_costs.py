@@ -23,7 +23,7 @@ def noted_and_timed(communicator: HostCommunicator) -> tuple[dict[Call, int], li
 
 
 def test_calls_are_noted_within_the_block_and_timed(world):
-    for calls, found, restored in world.run(2, noted_and_timed):
+    for calls, found, restored in world.run_group(2, noted_and_timed):
         assert calls == {
             Call("all_reduce", (2, 8), torch.float32): 3,
             Call("all_gather", (2, 8), torch.float32): 1,
