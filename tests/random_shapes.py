@@ -15,6 +15,7 @@ import torch
 import transformers as T
 
 from tests.recipes import randomize_
+from tests.releases import at_least
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
@@ -139,6 +140,13 @@ def _mixtral(r: Random) -> tuple[type, Any]:
     )
 
 
+def _clamped_swiglu(r: Random) -> dict[str, Any]:
+    """Nothing for transformers before 5.19, which takes 7 and 1.702 whatever the config says."""
+    limit = r.choice((0.5, 2.0, 7.0))  # a low one is reached by many
+    drawn = {"swiglu_limit": limit, "swiglu_alpha": r.choice((0.9, 1.702))}
+    return drawn if at_least("transformers", "5.19") else {}
+
+
 def _gpt_oss(r: Random) -> tuple[type, Any]:
     base = _base(r)
     base |= {
@@ -146,8 +154,7 @@ def _gpt_oss(r: Random) -> tuple[type, Any]:
         "layer_types": _pattern(r, base["num_hidden_layers"], (SLIDING, FULL)),
         "sliding_window": r.randint(2, 12),
         "attention_bias": r.random() < 0.5,
-        "swiglu_limit": r.choice((0.5, 2.0, 7.0)),  # a low one is reached by many
-        "swiglu_alpha": r.choice((0.9, 1.702)),
+        **_clamped_swiglu(r),
         "rope_parameters": _rope(r, 150000.0),
     }
     if base["rope_parameters"]["rope_type"] == "yarn":

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
+
+from tests.releases import at_least
 
 REPOSITORY = Path(__file__).parents[3]
 # The interpreter calls int() on arrays of one element, which numpy refuses from 2.4 on; Triton 3.7 mended that (its issue 9171).
-LOOPS_FAIL = Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4")
+LOOPS_FAIL = at_least("numpy", "2.4") and not at_least("triton", "3.7")
 # bfloat16 is emulated, slowly, and float32 shows the same faults but for those of rounding.
 SELECTIONS = [
     pytest.param("float32 and (add_rms_norm or activation or sum) or nan or ends", id="share"),

@@ -14,6 +14,7 @@ from mgtp.runtime.text import sandbox
 from mgtp.runtime.text.chat import ChatTemplate
 from mgtp.runtime.text.tokenizer import Tokenizer
 from mgtp.shardplan.errors import CheckpointError, MgtpError, UsageError
+from tests.releases import at_least
 
 USER = [{"role": "user", "content": "Hello <b> & 'you' 中"}]
 CHAT = [
@@ -72,6 +73,8 @@ def template(text: str, **special_tokens: str) -> ChatTemplate:
 def test_renders_like_transformers(tmp_path: Path, name: str, messages: list, tools: Any, prompt: bool) -> None:
     from transformers import PreTrainedTokenizerFast
 
+    if messages is CHAT and name in ("tiny", "reasoning") and not at_least("transformers", "5.23"):
+        pytest.skip("transformers before 5.23 shows templates fields that are null, before 5.21 reasoning by one name")
     reference = PreTrainedTokenizerFast(
         tokenizer_object=byte_level_tokenizer(),
         chat_template=TEMPLATES[name],
