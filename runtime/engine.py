@@ -77,6 +77,7 @@ class Engine:
         if request.sampling.needs_history:
             vocab, device = self.runner.config.vocab_size, self.runner.place.device
             self.histories[request.id] = TokenHistory(request.prompt_ids, [], vocab, device)
+        self.scores.expect(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .messages import TokenLogprobs
+from .messages import Request, TokenLogprobs
 from .sampling import top_logprobs
 from .scheduler import Scheduled
 
@@ -16,6 +16,11 @@ class PromptScores:
 
     def __init__(self) -> None:
         self._found: dict[str, list[TokenLogprobs]] = {}
+
+    def expect(self, request: Request) -> None:
+        """A new request: where its prompt is wanted, scores come with its first token, none of a prompt of one token."""
+        if request.sampling.prompt_logprobs is not None:
+            self._found[request.id] = []
 
     def take(self, logits: torch.Tensor, scheduled: Sequence[Scheduled]) -> torch.Tensor:
         """Note what a step's logits [L, V] say of prompts; the rows [S, V] that are sampled from."""
@@ -40,8 +45,7 @@ class PromptScores:
         ids = torch.tensor(following, dtype=torch.int64, device=logits.device)
         chosen, top, top_ids = (t.tolist() for t in top_logprobs(logits[: len(following)], ids, asked))
         entries = [TokenLogprobs(*entry) for entry in zip(chosen, top_ids, top, strict=True)]
-        found = self._found.setdefault(request.id, [])
-        found[start:] = entries  # again from the beginning, when the sequence was preempted
+        self._found[request.id][start:] = entries  # again from the beginning, when the sequence was preempted
 
     def pop(self, request_id: str) -> list[TokenLogprobs] | None:
         """All of a prompt's tokens but the first, which follows nothing; None when nobody asked, or had them before."""

@@ -61,7 +61,7 @@ def test_of_a_chat(server, log_softmax):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 7])
-@pytest.mark.parametrize("prompt", [PROMPT, [256, 5, 300, 7]])
+@pytest.mark.parametrize("prompt", [PROMPT, [256, 5, 300, 7], [88]])
 def test_echo_scores_the_prompt(server, log_softmax, prompt, max_tokens):
     """As evaluation harnesses ask for it, with max_tokens 0 or 1; also a second time, when its blocks are cached."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 2}
@@ -76,6 +76,7 @@ def test_echo_scores_the_prompt(server, log_softmax, prompt, max_tokens):
         assert choice["finish_reason"] == "length"
         assert len(choice["token_ids"]) == max_tokens == answer["usage"]["completion_tokens"]
         assert answer["usage"] == plain["usage"]
+    assert "".join(event["choices"][0]["text"] for event in server.events("/v1/completions", body)) == choice["text"]
 
 
 def test_echo_scores_several_prompts_with_several_answers(client, server, log_softmax):
