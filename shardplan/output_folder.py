@@ -11,13 +11,14 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 
 import msgspec
 
 from .errors import MgtpError, UsageError
+from .in_use import alone
 from .journal import JOURNAL_FILE, Journal, journal_key
 from .plan import PLAN_FILE
 from .rank_file import PARTIAL
@@ -123,12 +124,8 @@ def claim(out: Path, key: str, needed: int, num_ranks: int, *, force: bool) -> I
         check_claim(out, key, force=force)
         if journal_key(out) not in (None, key):
             log.warning("%s holds what an interrupted run for another plan or source left: starting afresh", out)
-        journal = Journal(out, key, num_ranks)
+        journal = _begin(out, key, num_ranks)
         try:
-            if journal.records:
-                log.info("continuing an interrupted run: %s done", counted(len(journal.records), "tensor"))
-            else:
-                clear(out)
             yield journal
             # The journal is the last to go: before that, the same command still finds a run to finish.
             (out / LOCK_FILE).unlink()
@@ -150,6 +147,24 @@ def locked(out: Path) -> Iterator[None]:
         if _is_at(fd, path):
             path.unlink()
         os.close(fd)
+
+
+def _begin(out: Path, key: str, num_ranks: int) -> Journal:
+    """The journal to go on with. A new one replaces what is there, but for a set that runs: ranks may yet open it."""
+    is_replaced = (out / PLAN_FILE).exists() and journal_key(out) != key
+    with alone(out) if is_replaced else nullcontext(True) as unused:
+        if not unused:
+            raise UsageError(f"--out {out} is a shard set in use", "wait until nothing runs it, or name another folder")
+        journal = Journal(out, key, num_ranks)
+        try:
+            if journal.records:
+                log.info("continuing an interrupted run: %s done", counted(len(journal.records), "tensor"))
+            else:
+                clear(out)
+        except BaseException:
+            journal.close()
+            raise
+    return journal
 
 
 def clear(out: Path) -> None:

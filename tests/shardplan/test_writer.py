@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from mgtp.shardplan import output_folder, pipeline, slicing, writer
 from mgtp.shardplan.errors import MgtpError, UsageError
+from mgtp.shardplan.in_use import hold
 from mgtp.shardplan.layout import lay_out
 from mgtp.shardplan.partition import Axis, Cut, Segment, TensorSpec
 from mgtp.shardplan.plan import ShardPlan, decode_plan
@@ -226,7 +227,11 @@ def test_existing_set_needs_force(tmp_path: Path) -> None:
     before = content(out)
     with pytest.raises(UsageError, match="already holds a shard set"):
         shard(out, tp_size=2)
-    assert content(out) == before
+    running = hold(out)
+    with pytest.raises(UsageError, match="is a shard set in use"):
+        shard(out, tp_size=2, force=True)
+    assert content(out) == before, "ranks that start would read files of two sets"
+    del running
     shard(out, tp_size=2, force=True)
     shard(tmp_path / "fresh", tp_size=2)
     assert content(out) == content(tmp_path / "fresh")
