@@ -1,5 +1,6 @@
 """The `mgtp` program from its first moment on: what is imported here takes no time."""
 
+import io
 import os
 import signal
 import sys
@@ -8,6 +9,9 @@ import sys
 def main() -> int:
     """Run the program; a signal that comes before it has begun ends it without a word."""
     open_standard_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the locale lacks is written as an escape
+            stream.reconfigure(errors="backslashreplace")
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_, code=code: os._exit(code))

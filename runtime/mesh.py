@@ -29,6 +29,7 @@ from .communicator import Communicator, SingleRank
 from .mesh_sizes import axis_groups, mesh_sizes
 from .messages import AxisInfo
 from .options import RankOptions
+from .threads import asked_threads
 
 __all__ = ["Mesh", "axis_groups", "bind_device", "create_mesh", "join", "mesh_sizes"]
 
@@ -36,7 +37,7 @@ __all__ = ["Mesh", "axis_groups", "bind_device", "create_mesh", "join", "mesh_si
 def bind_device(options: RankOptions, local_rank: int) -> torch.device:
     """Make this rank's device the current one, before anything else touches CUDA."""
     if options.device == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(asked_threads() or 1)
         return torch.device("cpu")
     device = torch.device("cuda", options.devices[local_rank])
     torch.cuda.set_device(device)

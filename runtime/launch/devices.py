@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...shardplan.errors import DeviceError, UsageError
 from ...shardplan.values import counted
+from ..threads import asked_threads
 from .host_memory import host_free_bytes
 
 RANK_BYTES = 128 << 20
@@ -106,7 +107,8 @@ def place_ranks(
 
 
 def _check_host(num_ranks: int) -> None:
-    """Raise DeviceError for more processes than the host has memory for."""
+    """Raise DeviceError for more processes than the host has memory for, UsageError for a wrong number of threads."""
+    asked_threads()
     needed, free = num_ranks * RANK_BYTES, host_free_bytes()
     if needed > free:
         raise DeviceError(

@@ -17,6 +17,7 @@ from ...shardplan.workers import signals_held
 from ..messages import Failed, FrontMessage, RankMessage, Stop
 from ..options import RankOptions
 from ..stages import RUNNING
+from ..threads import VARIABLE, share_of_cores
 from .cluster import Cluster
 from .first_cause import Inquest, Rank, stalled_error
 from .node_server import NodeServer
@@ -89,7 +90,7 @@ class RankGroup:
         for rank in self._here:
             with signals_held():  # a process of which nobody knows could not be stopped
                 process = subprocess.Popen(
-                    [sys.executable, "-m", rank_module],
+                    [sys.executable, "-P", "-m", rank_module],  # the current folder's queue.py is not Python's
                     env=self._environment(rank),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -101,9 +102,8 @@ class RankGroup:
 
     def _environment(self, rank: int) -> dict[str, str]:
         here, num_ranks = len(self._here), self.options.num_ranks
-        threads = max(1, _num_cores() // here)
         loopback = "lo" if sys.platform == "linux" else "lo0"
-        defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": str(threads)}
+        defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
         # Steps of ever new sizes would break up the little memory that the KV cache leaves.
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         # NVLink multicast can take a host's GPUs out of service when a program that uses it ends badly.
@@ -112,6 +112,7 @@ class RankGroup:
             defaults["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         contract = {"RANK": str(rank), "LOCAL_RANK": str(rank - self._here.start), "WORLD_SIZE": str(num_ranks)}
         contract["LOCAL_WORLD_SIZE"] = str(here)
+        contract[VARIABLE] = os.environ.get(VARIABLE) or str(share_of_cores(here))
         if self._cluster is not None:
             contract |= self._cluster.environment()
         ours = {"MGTP_RUN_FOLDER": str(self.folder), "MGTP_LIFELINE": str(self._alive), "MGTP_FRONT": str(os.getpid())}
@@ -222,8 +223,3 @@ class RankGroup:
             except subprocess.TimeoutExpired:
                 pass
         return [e for e in self.local if not e.has_exited]
-
-
-def _num_cores() -> int:
-    """Cores that this process may use; macOS has no affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import assert_nothing_left, mgtp, rank_pids, start, wait_for_ranks
+from tests.processes import REPOSITORY, assert_nothing_left, mgtp, rank_pids, start, wait_for_ranks
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_ranks_map_their_own_file_and_no_other(tmp_path, sharded, tiny_checkpoin
         (("--prompt", "x", "--top-p", "nan"), 2, "--top-p"),
         (("--prompt", "x", "--max-tokens", "0"), 2, "--max-tokens"),
         (("--prompt", "x", "--max-tokens", "256"), 2, "256 tokens"),
-        (("--prompt", "x" * 300,), 2, "exceed the context"),
+        (("--prompt", "x" * 300,), 2, "of 300 tokens leaves no room in the context of 256 tokens"),
         (("--prompt-ids", "1,999"), 2, "999"),
         (("--prompt-ids", "1,b"), 2, "'b'"),
         (("--prompt", ""), 2, "no tokens"),
@@ -210,10 +210,13 @@ def test_bench_times_prompts_at_several_cp_sizes(tmp_path, base, sharded):
 
 
 def test_a_rank_that_loads_too_much_fails_the_probe(tmp_path, smollm2, sharded, monkeypatch, capsys):
-    """The ranks run a module that copies its weights besides mapping them."""
+    """The ranks run a module that copies its weights besides mapping them. They import nothing of the current folder."""
     from mgtp.cli.app import main
     from mgtp.runtime.launch import group
 
+    (tmp_path / "torch.py").write_text("raise SystemExit('not torch')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(group, "RANK_MODULE", "tests.greedy_rank")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert main(["probe-memory", sharded(smollm2, 2), "--device", "cpu", "--json"]) == 1

@@ -119,8 +119,10 @@ def test_wrong_settings_name_file_and_key(tmp_path: Path, model: Path) -> None:
 def test_line_breaks_in_names_are_escaped(tmp_path: Path, model: Path) -> None:
     """In errors and in the log: each stays one line, and shows the name as it is."""
     own = shutil.copytree(model, tmp_path / "two\nlines")
-    run = mgtp(tmp_path, "shard", str(own), "--tp-size", "2", "--out", str(tmp_path / "a\tset"))
-    assert "two\\nlines for 2 ranks" in run.err and "a\\tset" in run.err
+    out = str(tmp_path / "a\tsét")
+    run = mgtp(tmp_path, "shard", str(own), "--tp-size", "2", "--out", out, PYTHONIOENCODING="ascii")
+    assert "two\\nlines for 2 ranks" in run.err and "a\\ts\\xe9t" in run.err
+    assert run.out == out.replace("é", "\\xe9") + "\n", "a locale without é is no fault"
     failed(mgtp(tmp_path, "shard", str(own), "--tp-size", "99", code=2), "99")
     failed(mgtp(tmp_path, "verify", str(own), code=3), "two\\nlines: not a shard set")
 
@@ -178,7 +180,7 @@ def test_interrupted_run_continues(tmp_path: Path, number: int, code: int) -> No
     out = tmp_path / "set"
     process = start(tmp_path, *command, str(out))
     deadline = time.monotonic() + 60
-    while not list(out.glob("*.partial")) and time.monotonic() < deadline:
+    while not list(out.glob("rank-*.partial")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)

@@ -10,6 +10,7 @@ import pytest
 
 from mgtp.runtime.launch import devices
 from mgtp.runtime.launch.devices import RANK_BYTES, DriverError, Gpu, describe, place_ranks
+from mgtp.runtime.threads import asked_threads
 from mgtp.shardplan.errors import DeviceError, UsageError
 
 
@@ -81,6 +82,20 @@ def test_more_ranks_than_the_host_can_hold_are_refused(gpus, monkeypatch, device
     assert error.value.hint == "end what else runs there", "not even one would fit"
     with pytest.raises(DeviceError, match=r"^1000000000000 ranks"):  # nothing is made for each of them
         place_ranks(1, device, None, allow_shared=True, cp_size=10**12)
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("", None), ("3", 3), (" 4, 2", 4), ("abc", 0), ("0", 0), ("-1", 0), (",", 0)]
+)
+def test_threads_are_a_number_or_refused_before_anything_is_started(gpus, monkeypatch, value, threads):
+    """OpenMP takes one number a level of nesting."""
+    gpus(0)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    if threads == 0:
+        with pytest.raises(UsageError, match=f"OMP_NUM_THREADS={value} is not"):
+            place_ranks(2, "cpu", None, allow_shared=False)
+    else:
+        assert place_ranks(2, "cpu", None, allow_shared=False) and asked_threads() == threads
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(gpus):
