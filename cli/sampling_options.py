@@ -18,7 +18,7 @@ TopPOption = Annotated[
 TopKOption = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
 MinPOption = Annotated[float | None, typer.Option(help="Drop tokens less likely than this times the likeliest.")]
 RepetitionPenaltyOption = Annotated[float | None, typer.Option(help="Above 1 makes tokens seen before less likely.")]
-SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text again.")]
+SeedOption = Annotated[int | None, typer.Option(help="The same seed gives the same text again; -1 draws a new one.")]
 StopOption = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
 IgnoreEosOption = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-text tokens.")]
 

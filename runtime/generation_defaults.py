@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..shardplan.errors import CheckpointError, UsageError
-from .sampling_params import SamplingParams
+from .sampling_params import STATED, SamplingParams
 
 _FILE = "generation_config.json"
-_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def generation_defaults(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {error}", "shard the checkpoint again") from None
     if config.get("do_sample") is False:
         return {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty") or 1.0}
-    return {field: config[field] for field in _FIELDS if config.get(field) is not None}
+    return {field: config[field] for field in STATED if config.get(field) is not None}
 
 
 def checked_defaults(

@@ -156,11 +156,11 @@ class _Draws:
         self._temperature = column(lambda each: max(each.temperature, _MIN_TEMPERATURE), torch.float32)
         self._min_weight = column(lambda each: math.ceil(each.min_p * _LIKELIEST), torch.int64)
         self._has_min = any(each.min_p for each in drawn)
-        self._top_k = column(lambda each: min(each.top_k or vocab_size, vocab_size), torch.int64)
+        self._top_k = column(lambda each: each.num_kept(vocab_size), torch.int64)
         self._top_p = column(lambda each: each.top_p, torch.float64)
         self._filters = column(lambda each: each.top_k > 0 or each.top_p < 1, torch.bool)
         self._num_candidates = max(
-            min(each.top_k or vocab_size, vocab_size) if each.top_k or each.top_p < 1 else 0 for each in drawn
+            each.num_kept(vocab_size) if each.top_k > 0 or each.top_p < 1 else 0 for each in drawn
         )
 
     def draw(self, logits: Tensor, positions: Tensor, greedy_ids: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 1.0
     """0 takes the likeliest token, the lowest id among equals."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k likeliest tokens; 0 keeps all, as -1 does."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probabilities add up to at least this."""
     min_p: float = 0.0
@@ -35,7 +35,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     """Token id -> added to its logit."""
     seed: int | None = None
-    """64 bits that, with the position, fix the random number of every token; None until `with_seed`."""
+    """64 bits that, with the position, fix the random number of every token; None, or -1, until `with_seed`."""
     max_tokens: int = 512
     """Generate at most this many."""
     stop_token_ids: tuple[int, ...] = ()
@@ -58,8 +58,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def with_seed(self) -> SamplingParams:
-        """These options with a seed: fresh entropy where none was asked for."""
-        return self if self.seed is not None else msgspec.structs.replace(self, seed=secrets.randbits(64))
+        """These options with a seed: fresh entropy where none was asked for, for which other servers have -1."""
+        return self if self.seed not in (None, -1) else msgspec.structs.replace(self, seed=secrets.randbits(64))
+
+    def num_kept(self, vocab_size: int) -> int:
+        """Of how many tokens top_k leaves the choice."""
+        return min(self.top_k, vocab_size) if self.top_k > 0 else vocab_size
 
     def validate(self, vocab_size: int | None = None, *, spelled: Callable[[str], str] = str) -> SamplingParams:
         """These options, checked; raises UsageError naming option (as `spelled`), value and range.
@@ -103,13 +107,23 @@ _FLOAT_RANGES = {
     "frequency_penalty": (-2, 2, "a number from -2 to 2"),
 }
 _INT_RANGES = {
-    "top_k": (0, (1 << 31) - 1, "a whole number from 0 (off) to 2147483647"),
+    "top_k": (-1, (1 << 31) - 1, "a whole number from 0 (off) to 2147483647"),
     "seed": (-(1 << 63), (1 << 64) - 1, "a whole number of at most 64 bits"),
     "max_tokens": (1, (1 << 31) - 1, "a whole number from 1 to 2147483647"),
     "logprobs": (0, 20, "a whole number from 0 to 20"),
     "prompt_logprobs": (0, 20, "a whole number from 0 to 20"),
 }
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+
+STATED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model may state in its generation_config.json."""
+
+_DEFAULTS = {
+    **{name: f"the model's own, else {getattr(SamplingParams(), name):g}" for name in STATED},
+    **dict.fromkeys(("logprobs", "logit_bias", "stop_token_ids"), "none"),
+    "seed": "a random one",
+    "max_tokens": "what is left of the context, at most 512",
+}
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -121,7 +135,5 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 
 def _out_of_range(option: str, value: Any, range_text: str, subject: str) -> UsageError:
-    default = {"seed": "a random one", "logprobs": "none"}.get(
-        option
-    ) or f"its default, {getattr(SamplingParams(), option)}"
+    default = _DEFAULTS.get(option) or f"its default, {getattr(SamplingParams(), option)}"
     return UsageError(f"{subject} is {shown(value)}, it must be {range_text}", f"leave it out for {default}")

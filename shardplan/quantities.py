@@ -47,7 +47,9 @@ def _parse_size(part: str, text: str, option: str) -> int:
     is_decimal = not binary and part[-1] in "bB"
     size = int(float(number) * (1000 if is_decimal else 1024) ** _POWER[prefix.upper()])
     if size < 1 << 20:
-        raise UsageError(f"{option} {text!r}: {part!r} is {size} bytes only", "give 1MiB or more, such as 24GiB")
+        raise UsageError(
+            f"{option} {text!r}: {part!r} is only {counted(size, 'byte')}", "give 1MiB or more, such as 24GiB"
+        )
     if size > _LARGEST_SIZE:
         raise UsageError(f"{option} {text!r}: {part!r} is more than 1PiB", "give at most 1PiB, such as 24GiB")
     return size

@@ -49,12 +49,12 @@ def check_prompt(ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_
     if bad is not None:
         raise UsageError(f"prompt token id {bad} is outside the vocabulary", f"valid: 0 to {vocab_size - 1}")
     if len(ids) + max_tokens > max_model_len:
+        prompt, context = counted(len(ids), "token"), counted(max_model_len, "token")
+        if len(ids) >= max_model_len:
+            raise UsageError(f"prompt of {prompt} leaves no room in the context of {context}", "shorten the prompt")
         raise UsageError(
-            f"prompt of {counted(len(ids), 'token')} and --max-tokens {max_tokens} exceed the context of "
-            f"{counted(max_model_len, 'token')}",
-            f"shorten the prompt, or use --max-tokens {max_model_len - len(ids)} or less"
-            if len(ids) < max_model_len
-            else "shorten the prompt",
+            f"prompt of {prompt} and --max-tokens {max_tokens} exceed the context of {context}",
+            f"shorten the prompt, or use --max-tokens {max_model_len - len(ids)} or less",
         )
 
 

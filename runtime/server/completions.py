@@ -39,8 +39,7 @@ async def _respond(
     server: Server, host: ModelHost, http: HttpRequest, body: Sampling, form: Form, answers: Sequence[Answer]
 ) -> Response:
     """Run the generation; its stream, or the whole answer."""
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    with_usage = _wants_usage(body)
     server.check_open()
     generation = Generation(host.client, answers, server.options.request_timeout, host.metrics)
     prompt_tokens = sum(map(len, form.prompts))
@@ -48,7 +47,6 @@ async def _respond(
     note = http.scope.setdefault("mgtp", {})
     note.update(id=form.id, prompt_tokens=prompt_tokens, generation=generation)
     if body.stream:
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
         return EventStream(_events(form, generation, with_usage), generation.close)
     try:
         pieces = await unless_gone(http.receive, _collect(generation))
@@ -58,6 +56,13 @@ async def _respond(
     size = prompt_tokens + tokens
     content = await form.model.off_loop(size, lambda: encode(form.whole(merge(pieces, len(answers)), tokens)))
     return Response(content, media_type="application/json")
+
+
+def _wants_usage(body: Sampling) -> bool:
+    """Whether a stream is to have token counts."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    return bool(body.stream_options and body.stream_options.include_usage)
 
 
 async def _events(form: Form, generation: Generation, with_usage: bool) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -79,6 +84,7 @@ async def _collect(generation: Generation) -> list[Piece]:
 
 async def _nothing(server: Server, host: ModelHost, body: CompletionRequest, form: CompletionForm) -> Response:
     """The answer to max_tokens 0: the prompt where it is echoed, and nothing generated."""
+    with_usage = _wants_usage(body)
     server.check_open()
     _ = host.client
     answers = unanswered(form)
@@ -86,8 +92,10 @@ async def _nothing(server: Server, host: ModelHost, body: CompletionRequest, for
         return Response(encode(form.whole(answers, 0)), media_type="application/json")
 
     async def events() -> AsyncGenerator[list[dict[str, Any]], None]:
-        yield [*form.opening(), *(event for answer in answers for event in form.events(answer))]
-        if body.stream_options and body.stream_options.include_usage:
+        no_usage = {"usage": None} if with_usage else {}
+        said = [*form.opening(), *(event for answer in answers for event in form.events(answer))]
+        yield [event | no_usage for event in said]
+        if with_usage:
             yield [form.chunk([]) | {"usage": form.usage(0)}]
 
     return EventStream(events(), lambda: None)

@@ -113,10 +113,10 @@ def check_prompt(ids: list[int], wanted: int, model: ServedModel, name: str = "p
         raise ApiError(400, "the prompt has no tokens", param=name)
     context = model.max_model_len
     if len(ids) + wanted > context:
-        more = f" and {wanted} to generate" if wanted > 1 else ""
+        too_much = f"and {wanted} to generate exceed" if len(ids) < context else "leave no room in"
         raise ApiError(
             400,
-            f"{counted(len(ids), 'prompt token')}{more} exceed the context of {counted(context, 'token')}",
+            f"{counted(len(ids), 'prompt token')} {too_much} the context of {counted(context, 'token')}",
             param="max_tokens" if len(ids) < context else name,
             code="context_length_exceeded",
         )

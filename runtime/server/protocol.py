@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 Prompt = Annotated[
     Any,
@@ -32,9 +32,14 @@ MAX_MESSAGES, MAX_TOOLS = 16384, 1024
 
 
 class Body(BaseModel):
-    """A request's body."""
+    """A request's body. Null says nothing, also of what is unknown: some clients send all that their API has."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class StreamOptions(Body):

@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
         {"temperature": 0},
         {"temperature": 3e38, "top_k": 1, "top_p": 1e-9, "min_p": 1},
         {"repetition_penalty": 0.01, "presence_penalty": -2, "frequency_penalty": 2.0},
-        {"seed": -(1 << 63)},
+        {"seed": -(1 << 63), "top_k": -1},
         {"seed": (1 << 64) - 1},
         {"logit_bias": {0: -100, 319: 100.0}, "stop_token_ids": (0, 319), "logprobs": 0, "max_tokens": 1},
     ],
@@ -37,7 +37,7 @@ def test_options_in_range(options: dict[str, Any]) -> None:
         *[("temperature", value, "from 0 to 3e+38") for value in (-0.1, 1e300, NAN, INF, "1", None, True)],
         *[("top_p", value, "above 0 and at most 1") for value in (0, -1, 1.5, NAN, INF)],
         *[("min_p", value, "from 0 to 1") for value in (-0.1, 1.1, NAN)],
-        *[("top_k", value, "from 0 (off) to 2147483647") for value in (-1, 1.5, True, 1 << 31)],
+        *[("top_k", value, "from 0 (off) to 2147483647") for value in (-2, 1.5, True, 1 << 31)],
         *[("repetition_penalty", value, "from 0.01 to 100") for value in (0, -1, NAN, INF)],
         *[("presence_penalty", value, "from -2 to 2") for value in (-2.1, 2.1, NAN)],
         *[("frequency_penalty", value, "from -2 to 2") for value in (-INF, INF, NAN)],
@@ -70,10 +70,11 @@ def test_ids_out_of_range(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_seed_is_drawn_only_where_none_is_given() -> None:
-    """Without a seed, every request is different: a fixed default would repeat the same 'random' text."""
+    """Without a seed, or with the -1 that other servers have for it, every request is different: a fixed default would
+    repeat the same 'random' text."""
     params = SamplingParams(temperature=0.5)
-    seeds = {params.with_seed().seed for _ in range(8)}
-    assert len(seeds) == 8
+    seeds = {params.with_seed().seed for _ in range(8)} | {SamplingParams(seed=-1).with_seed().seed for _ in range(8)}
+    assert len(seeds) == 16
     assert params.with_seed().validate().temperature == 0.5
     assert SamplingParams(seed=0).with_seed().seed == 0
 

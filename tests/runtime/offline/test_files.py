@@ -17,6 +17,9 @@ CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+NULLS = dict.fromkeys(("seed", "logprobs", "max_tokens", "functions"))
+
+
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint, sharded):
     shard_set = ShardSet.open(Path(sharded(tiny_checkpoint("base"), 2)))
@@ -43,9 +46,9 @@ def request_of(requests: RequestFile, index: int = 0):
 
 def test_forms_of_a_line_mean_the_same(read):
     forms = [
-        {"id": 1, "messages": HELLO, "max_tokens": 7, "seed": 3, "logprobs": 2},
+        {"id": 1, "messages": HELLO, "max_tokens": 7, "seed": 3, "logprobs": 2, "prompt": None},
         CHAT | {"body": {"messages": HELLO, "max_tokens": 7, "seed": 3, "logprobs": True, "top_logprobs": 2}},
-        CHAT | {"custom_id": 2, "body": {"messages": HELLO, "max_completion_tokens": 7, "model": "tiny"}},
+        CHAT | {"custom_id": 2, "body": {"messages": HELLO, "max_completion_tokens": 7, "model": "tiny"} | NULLS},
     ]
     with read(*forms, seed=3, logprobs=2, max_tokens=99) as requests:
         asked = [request_of(requests, i) for i in range(3)]
@@ -85,7 +88,7 @@ def test_empty_lines_and_a_byte_order_mark_are_passed_over(read, tmp_path, model
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
         ({"prompt": "x", "temperature": -1}, "-1"),
         ({"prompt": "x", "n": 2}, "'n'"),
-        ({"prompt": "x", "id": None}, "id must be"),
+        ({"prompt": "x", "id": ""}, "id must be"),
         ({"prompt": "x", "id": 1}, "that of line 1"),
         ({"messages": "x"}, "messages"),
         (CHAT | {"body": {"messages": HELLO, "stream": True}}, "stream"),
