@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from mgtp.shardplan.sources.gguf import GgufSource, open_gguf
+from tests.releases import at_least
 from tests.texts import PLAIN, SPECIAL, random_texts
 
 pytestmark = pytest.mark.real_model
@@ -106,7 +107,8 @@ def test_gemma3(gemma3_270m: Path, tmp_path: Path) -> None:
 def test_gemma3_token_ids(gemma3_270m: Path) -> None:
     """sentencepiece is the model's own tokenizer; control tokens, which it does not look for, as in transformers.
 
-    transformers differs in runs of more than 31 spaces, which it merges instead of taking the longest pieces first.
+    transformers differs in runs of more than 31 spaces, which it merges instead of taking the longest pieces first;
+    before 5.23 it adds no BOS and cuts spaces before words otherwise.
     """
     from transformers import AutoTokenizer
 
@@ -118,7 +120,7 @@ def test_gemma3_token_ids(gemma3_270m: Path) -> None:
         found = tokenizer.encode(text).ids
         if text not in SPECIAL:
             assert found == [2, *original.encode(text)], text
-        if " " * 32 not in text:
+        if " " * 32 not in text and at_least("transformers", "5.23"):
             assert found == reference(text)["input_ids"], text
         assert tokenizer.decode(found[1:], skip_special_tokens=False) == text.replace("▁", " ")
     assert json.loads(source.files["generation_config.json"])["eos_token_id"] == [1, 106]
