@@ -1,5 +1,6 @@
 # pyright: basic
-"""Times small sums over the GPUs of this machine: NCCL, oneshot, and what follows a sum in a layer, apart and in one kernel.
+"""Times small sums over the GPUs of this machine: NCCL, oneshot, and what follows a sum in a layer, apart and in one kernel;
+and what comes before it, a product of half as many columns as it has rows, that hands over its part or sends it itself.
 
 torchrun --nproc-per-node 2 benchmarks/small_sums.py
 """
@@ -12,6 +13,7 @@ import torch
 
 from mgtp.runtime.collectives.oneshot import OneShotCommunicator
 from mgtp.runtime.collectives.timing import seconds_per_call
+from mgtp.runtime.kernels.linear import linear
 from mgtp.runtime.kernels.norm import add_rms_norm
 from mgtp.runtime.mesh import create_mesh
 
@@ -31,11 +33,24 @@ def main() -> None:
         if c.method(x) != "one-shot":
             continue
         weight = torch.ones(shape[1], dtype=torch.bfloat16, device=device)
+        parts = torch.randn(shape[0], shape[1] // 2, device=device).bfloat16()
+        matrix = torch.randn(shape[1], shape[1] // 2, device=device).bfloat16()
+
+        def handed(x=parts, w=matrix, r=residual, g=weight) -> None:
+            c.all_reduce_add_rms_norm(linear(x, w), r, g, 1e-5, False, True)
+
+        def sent(x=parts, w=matrix, r=residual, g=weight) -> None:
+            part = x.new_empty((len(x), 0)) if c.send_product(x, w) else linear(x, w)
+            c.all_reduce_add_rms_norm(part, r, g, 1e-5, False, True)
+
         ways = {
             "nccl": lambda x=x: c.fallback.all_reduce(x),
             "oneshot": lambda x=x: c.all_reduce(x),
             "norm": lambda x=x, r=residual, w=weight: add_rms_norm(x, r, w, 1e-5),
             "in one": lambda x=x, r=residual, w=weight: c.all_reduce_add_rms_norm(x, r, w, 1e-5, False, True),
+            "product": lambda x=parts, w=matrix: linear(x, w),
+            "product, in one": handed,
+            "product that sends": sent,
         }
         times = {name: seconds_per_call(way, c, device, CALLS) * 1e6 for name, way in ways.items()}
         if c.rank == 0:

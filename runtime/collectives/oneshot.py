@@ -31,7 +31,8 @@ class SymmetricWorkspace:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        from ..kernels.all_reduce import MOST_PROGRAMS, Workspace, packet_area
+        from ..kernels.all_reduce import MOST_PROGRAMS
+        from ..kernels.packets import Workspace, packet_area
 
         self.group_name, self.device = group.group_name, device
         most, size = one_shot_bytes(group.size()), group.size()
@@ -101,6 +102,18 @@ class OneShotCommunicator:
         """The tensor of the rank before this one in the ring."""
         return self.fallback.shift(tensor)
 
+    def send_product(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Send x W^T from within the product to the next call of all ranks, `all_reduce_add_rms_norm`.
+
+        False, and nothing sent, where this rank has to be given the product. Ranks may differ in that.
+        """
+        kind, row_bytes = str(x.dtype).removeprefix("torch."), len(weight) * x.element_size()
+        if not self._goes_by_rows(Message(kind, len(x) * row_bytes, dims=2), row_bytes):
+            return False
+        from ..kernels.linear import send_linear
+
+        return send_linear(x, weight, self.memory.kernels)
+
     def all_reduce_add_rms_norm(
         self,
         x: torch.Tensor,
@@ -110,16 +123,24 @@ class OneShotCommunicator:
         one_plus: bool,
         cast_first: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(s + residual), s + residual) of the sum s over ranks: one kernel where the sum is a one-shot one."""
+        """(norm(s + residual), s + residual) of the sum s over ranks: one kernel where that is possible and pays.
+
+        `x` has no columns where it has been sent.
+        """
         variant = {"one_plus": one_plus, "cast_first": cast_first}
-        if self.method(x) == "one-shot" and x[0].nbytes % 4 == 0:
+        sent = x.shape[-1] == 0
+        if sent or (self.fuses and self._goes_by_rows(_message(x), x[0].nbytes)):
             from ..kernels.all_reduce import all_reduce_add_rms_norm
 
             places = (residual.contiguous(), weight, eps, self.memory.kernels)
-            return all_reduce_add_rms_norm(_aligned(x), *places, **variant, patience=self.patience)
+            return all_reduce_add_rms_norm(None if sent else _aligned(x), *places, **variant, patience=self.patience)
         from ..kernels.norm import add_rms_norm
 
         return add_rms_norm(self.all_reduce(x), residual, weight, eps, **variant)
+
+    def _goes_by_rows(self, message: Message, row_bytes: int) -> bool:
+        """Whether all ranks' parts are sent at once, as packets of which none has numbers of two rows."""
+        return method_for(message, self.size)[0] == "one-shot" and row_bytes % 4 == 0
 
     def close(self) -> None:
         """Unmap the others' memory, once none of them reads ours."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from ..communicator import Communicator
 from ..layers.norm import Summing
+from ..parallel.linear import SendsProducts
 from .agreement import complaints, exchange, within
 from .timing import seconds_per_call
 
@@ -27,15 +28,26 @@ CASES = (
 )
 """One of every way that a message can take: one-shot, two-shot, too large, of one dimension, of odd size."""
 
+SENT_TOKENS = (1, 16)
+"""Of products that send themselves: by either kernel."""
+
 
 def self_test(candidate: Communicator, host: Communicator, device: torch.device, seconds: float = SECONDS) -> str:
     """Why `candidate` must not be used, in the same words on every rank; empty when it may be.
 
     A candidate that hangs is left behind in a thread of its own.
     """
-    expected = [_expected(host, dtype, shape) for dtype, shape in CASES]
+    expected = [_expected(host, _random(host.rank, dtype, shape)) for dtype, shape in CASES]
+    products = [_expected(host, _product(*_factors(host.rank, tokens))) for tokens in SENT_TOKENS]
+
+    def first_fault() -> str:
+        faults = _faults(candidate, device, expected)
+        if hasattr(candidate, "send_product"):
+            faults += _faults_of_sent(cast(Sending, candidate), device, products)
+        return faults[0] if faults else ""
+
     try:
-        fault = within(seconds, lambda: _first_fault(candidate, device, expected), device)
+        fault = within(seconds, first_fault, device)
     except Exception as error:
         fault = str(error).partition("\n")[0] or type(error).__name__
     return complaints(host, fault)
@@ -53,6 +65,10 @@ def small_sum_seconds(candidate: Communicator, host: Communicator, device: torch
 
 class Fusing(Communicator, Summing, Protocol):
     """A communicator whose sums a norm can make itself."""
+
+
+class Sending(Fusing, SendsProducts, Protocol):
+    """One that products can send to."""
 
 
 def fusing_pays(candidate: Fusing, host: Communicator, device: torch.device) -> bool:
@@ -79,14 +95,23 @@ def _random(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _expected(host: Communicator, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(rank: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank multiplies."""
+    return _random(rank, torch.bfloat16, (tokens, 256)), _random(rank + 99, torch.bfloat16, (512, 256))
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.float() @ weight.float().T
+
+
+def _expected(host: Communicator, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over ranks in float32, and the sum of magnitudes, which bounds rounding."""
-    x = _random(host.rank, dtype, shape).float()
+    x = x.float()
     return host.all_reduce(x.clone()), host.all_reduce(x.abs())
 
 
-def _first_fault(candidate: Communicator, device: torch.device, expected: list) -> str:
-    """What `candidate` does wrong on this rank, or an empty string. Goes on after a fault: the others would wait."""
+def _faults(candidate: Communicator, device: torch.device, expected: list) -> list[str]:
+    """What `candidate` does wrong on this rank. Goes on after a fault: the others would wait."""
     size, faults = candidate.size, []
     for (dtype, shape), (total, magnitude) in zip(CASES, expected, strict=True):
         mine = _random(candidate.rank, dtype, shape).to(device)
@@ -98,7 +123,24 @@ def _first_fault(candidate: Communicator, device: torch.device, expected: list) 
         if not torch.equal(sent, _random(size - 1, dtype, shape)):
             faults.append(f"wrong broadcast of {name}")
         found = candidate.all_reduce(mine).cpu().float()
-        # A backend may round after every addition.
-        if not ((found - total).abs() <= magnitude * size * torch.finfo(dtype).eps).all():
+        if not _close(found, total, magnitude * size, dtype):
             faults.append(f"wrong sum of {name}")
-    return faults[0] if faults else ""
+    return faults
+
+
+def _faults_of_sent(candidate: Sending, device: torch.device, expected: list) -> list[str]:
+    """The same of sums that products send."""
+    faults = []
+    for tokens, (total, magnitude) in zip(SENT_TOKENS, expected, strict=True):
+        x, weight = (each.to(device) for each in _factors(candidate.rank, tokens))
+        part = x.new_empty((tokens, 0)) if candidate.send_product(x, weight) else x @ weight.T
+        nothing = torch.zeros(total.shape, dtype=x.dtype, device=device)
+        found = candidate.all_reduce_add_rms_norm(part, nothing, None, 1e-6, False, True)[1].cpu().float()
+        if not _close(found, total, magnitude * candidate.size, x.dtype):
+            faults.append(f"wrong sum of products of {tokens} tokens")
+    return faults
+
+
+def _close(found: torch.Tensor, total: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Up to rounding: a backend may round after every addition."""
+    return bool(((found - total).abs() <= magnitude * torch.finfo(dtype).eps).all())

@@ -1,19 +1,11 @@
 """Sums and gathers over ranks in one kernel: every rank writes its part into memory of all others, and waits for theirs.
 
-What is sent are packets of 8 bytes: 4 of data (one float32, or two numbers of 16 bits) and the number of the call. The
-hardware moves 8 aligned bytes in one piece, so a packet with the right number has its data: nothing else needs to be
-signalled, and a collective takes one way over the link (the idea of NCCL's LL protocol). All ranks add up all parts in rank
-order in float32, so all get the same bits of a sum, rounded once. The residual add and RMSNorm that follow a sum in the model
-can be done in the same pass.
-
-Two sets of packets take turns. A rank that sends call n + 2 has got call n + 1 of every rank, each of which had ended
-call n by then: nobody reads what is overwritten. Calls are counted on the device, so that graphs can be replayed, and
-the count comes round after four thousand million calls.
+Parts travel as packets (packets.py). All ranks add up all parts in rank order in float32, so all get the same bits of a sum,
+rounded once. The residual add and RMSNorm that follow a sum in the model can be done in the same pass, and the parts may have
+been sent before, by the product that made them (linear.py's `send_linear`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,6 +13,7 @@ import triton.language as tl
 
 from .launch import EARLY, Kernel, cdiv, power_of_2, start_dependents, start_dependents_late, wait_for_inputs
 from .norm import rms_scale
+from .packets import DATA_BYTES, Workspace, as_data, as_numbers, packets_of, receive, send
 
 CHUNK = 512
 """Packets that a program takes at a time when there is no norm whose rows give the size."""
@@ -30,74 +23,17 @@ MOST_PROGRAMS = 128
 PATIENCE = 1 << 30
 """How often a program looks for packets before it gives up and returns NaN: longer than the front waits for a step."""
 
-DATA_BYTES, PACKET_BYTES, TURNS = 4, 8, 2
-
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def packet_area(num_bytes: int, num_ranks: int) -> int:
-    """Bytes that every rank has to share for messages of up to `num_bytes`."""
-    return TURNS * num_ranks * num_bytes // DATA_BYTES * PACKET_BYTES
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """What the kernel needs of a group.
-
-    `buffers`: addresses of every rank's `packet_area`, zero at first, int64 [ranks]. `counts`: calls so far, int32
-    [MOST_PROGRAMS], zero at first, this rank's alone. `most_bytes`: the largest message.
-    """
-
-    buffers: torch.Tensor
-    counts: torch.Tensor
-    rank: int
-    most_bytes: int
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return len(self.buffers)
-
-
 @triton.jit
-def _numbers(data, half, HALVES: tl.constexpr, DTYPE: tl.constexpr):
-    """float32 of the lower (0) or upper (1) half of int32 `data`, or of all of it where numbers have 32 bits."""
-    if HALVES == 1:
-        numbers = data.to(tl.float32, bitcast=True)
-    else:
-        numbers = (data >> (16 * half)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return numbers
-
-
-@triton.jit
-def _as_data(low, high, HALVES: tl.constexpr, DTYPE: tl.constexpr):
-    """int32 of numbers that are rounded to DTYPE: the opposite of `_numbers`."""
-    if HALVES == 1:
-        data = low.to(tl.int32, bitcast=True)
-    else:
-        data = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        data = data | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    return data
-
-
-@triton.jit
-def _packets_of(buffers, rank):
-    """Where a rank's packets begin: a pointer that is known to be aligned, for wide stores."""
-    return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(tl.int64)), 16)
-
-
-@triton.jit
-def _send(x_ptr, buffers, count, numel, rank, most, WORLD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _send_rows(x_ptr, buffers, count, numel, rank, most, WORLD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """This program's rows to every rank."""
     columns = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0), tl.cdiv(numel, SIZE), tl.num_programs(0)):
         at = row * SIZE + columns
         inside = (columns < SIZE) & (at < numel)
-        packet = tl.load(x_ptr + at, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
-        packet = packet | (count.to(tl.int64) << 32)
-        for ahead in tl.static_range(1, WORLD + 1):  # everyone begins with another rank, and ends with itself
-            place = _packets_of(buffers, (rank + ahead) % WORLD) + ((count & 1) * WORLD + rank) * most
-            tl.store(place + at, packet, mask=inside)
+        send(tl.load(x_ptr + at, mask=inside, other=0), at, inside, buffers, count, rank, most, WORLD)
 
 
 @triton.jit
@@ -105,28 +41,6 @@ def _count_on(counts, count, PROGRAMS: tl.constexpr):
     """Every call counts for all programs, however many it has."""
     every = tl.arange(0, PROGRAMS)
     tl.store(counts + every, every * 0 + count, mask=every % tl.num_programs(0) == tl.program_id(0))
-
-
-@triton.jit
-def _receive(
-    buffers, count, at, inside, most, patience, WORLD: tl.constexpr, HALVES: tl.constexpr, DTYPE: tl.constexpr
-):
-    """(sums over ranks of the numbers in lower halves, in upper halves, whether all ranks have come), float32."""
-    arrived, looks = 0, 0
-    low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
-    while (arrived == 0) & (looks < patience):
-        low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
-        right = inside
-        for sender in tl.static_range(WORLD):
-            place = buffers + ((count & 1) * WORLD + sender) * most + at
-            packet = tl.load(place, mask=inside, other=0, volatile=True)
-            right = right & ((packet >> 32).to(tl.int32) == count)
-            low += _numbers(packet.to(tl.int32), 0, HALVES, DTYPE)
-            if HALVES == 2:
-                high += _numbers(packet.to(tl.int32), 1, HALVES, DTYPE)
-        arrived = tl.min((right | (inside == 0)).to(tl.int32), 0)
-        looks += 1
-    return low, high, arrived
 
 
 @triton.jit
@@ -138,10 +52,14 @@ def _round(x, DTYPE: tl.constexpr):
 def _all_reduce(
     x_ptr, buffers, counts, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, numel, rank, most, patience,
     WORLD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr,
-    CAST_FIRST: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, SENT: tl.constexpr, NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of SIZE packets of HALVES numbers, numel in all; x, residual, normed and total are packets' data, int32."""
+    """Rows of SIZE packets of HALVES numbers, numel in all; x, residual, normed and total are packets' data, int32.
+
+    SENT: the kernel before this one, a product that lets this one start late, has sent x. What it waited for has ended by
+    then, so counts and residual can be read, and packets be looked for, while its last programs are still at work.
+    """
     start_dependents(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
@@ -150,30 +68,34 @@ def _all_reduce(
     if HAS_WEIGHT:
         low_weight = tl.load(weight_ptr + columns * HALVES, mask=in_row, other=0.0).to(tl.float32)
         high_weight = tl.load(weight_ptr + columns * HALVES + HALVES - 1, mask=in_row, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    count = tl.load(counts + program) + 1
+    if not SENT:
+        wait_for_inputs(PDL)
+    count = tl.load(counts + program, volatile=True) + 1
     rows = tl.cdiv(numel, SIZE)
-    _send(x_ptr, buffers, count, numel, rank, most, WORLD, SIZE, BLOCK)
-    mine = _packets_of(buffers, rank)
+    if not SENT:
+        _send_rows(x_ptr, buffers, count, numel, rank, most, WORLD, SIZE, BLOCK)
+    mine = packets_of(buffers, rank)
     for row in range(program, rows, programs):
         at = row * SIZE + columns
         inside = in_row & (at < numel)
         # Asked for before the wait, so that it need not be waited for after it.
         residual = tl.load(residual_ptr + at, mask=inside, other=0) if HAS_RESIDUAL else 0
-        low, high, arrived = _receive(mine, count, at, inside, most, patience, WORLD, HALVES, DTYPE)
+        low, high, arrived = receive(mine, count, at, inside, most, patience, WORLD, HALVES, DTYPE)
+        if SENT:
+            wait_for_inputs(PDL)  # the results' memory may be what the product reads
         low = _round(tl.where(arrived == 1, low, float("nan")), DTYPE)
         high = _round(tl.where(arrived == 1, high, float("nan")), DTYPE)
         if HAS_RESIDUAL:
-            low = _round(low + _numbers(residual, 0, HALVES, DTYPE), DTYPE)
-            high = _round(high + _numbers(residual, 1, HALVES, DTYPE), DTYPE)
-        tl.store(total_ptr + at, _as_data(low, high, HALVES, DTYPE), mask=inside)
+            low = _round(low + as_numbers(residual, 0, HALVES, DTYPE), DTYPE)
+            high = _round(high + as_numbers(residual, 1, HALVES, DTYPE), DTYPE)
+        tl.store(total_ptr + at, as_data(low, high, HALVES, DTYPE), mask=inside)
         if NORM:
             low, high = tl.where(inside, low, 0.0), tl.where(inside, high, 0.0)
             squares = low * low + high * high if HALVES == 2 else low * low
             inverse = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / (SIZE * HALVES) + eps)
             low = rms_scale(low, low_weight, inverse, HAS_WEIGHT, ONE_PLUS, CAST_FIRST, DTYPE)
             high = rms_scale(high, high_weight, inverse, HAS_WEIGHT, ONE_PLUS, CAST_FIRST, DTYPE)
-            tl.store(normed_ptr + at, _as_data(low, high, HALVES, DTYPE), mask=inside)
+            tl.store(normed_ptr + at, as_data(low, high, HALVES, DTYPE), mask=inside)
     start_dependents_late(PDL)
     _count_on(counts, count, PROGRAMS)
 
@@ -187,8 +109,8 @@ def _all_gather(
     start_dependents(PDL)
     wait_for_inputs(PDL)
     count = tl.load(counts + tl.program_id(0)) + 1
-    _send(x_ptr, buffers, count, numel, rank, most, WORLD, SIZE, SIZE)
-    mine = _packets_of(buffers, rank)
+    _send_rows(x_ptr, buffers, count, numel, rank, most, WORLD, SIZE, SIZE)
+    mine = packets_of(buffers, rank)
     for chunk in range(tl.program_id(0), tl.cdiv(numel, SIZE), tl.num_programs(0)):
         at = chunk * SIZE + tl.arange(0, SIZE)
         inside = at < numel
@@ -218,7 +140,7 @@ def all_reduce(x: torch.Tensor, workspace: Workspace, patience: int = PATIENCE) 
     `x` is contiguous, a multiple of 4 bytes, and at most the workspace's `most_bytes`.
     """
     total = torch.empty_like(x)
-    constants = {"NORM": False, "HAS_RESIDUAL": False, "HAS_WEIGHT": False, "ONE_PLUS": False, "CAST_FIRST": False}
+    constants = dict.fromkeys(("SENT", "NORM", "HAS_RESIDUAL", "HAS_WEIGHT", "ONE_PLUS", "CAST_FIRST"), False)
     _launch(workspace, (x, x, x, total, total), 0.0, CHUNK, constants, patience)
     return total
 
@@ -226,18 +148,18 @@ def all_reduce(x: torch.Tensor, workspace: Workspace, patience: int = PATIENCE) 
 def all_gather(x: torch.Tensor, workspace: Workspace, patience: int = PATIENCE) -> torch.Tensor:
     """[ranks, *x.shape], every rank's `x`; NaN or -1 where a rank does not come. `x` as for `all_reduce`, of any dtype."""
     out = x.new_empty((workspace.size, *x.shape))
-    data, most = x.view(-1).view(torch.int32), workspace.most_bytes // DATA_BYTES
+    data, outs = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
     _gather_kernel(
         (min(cdiv(len(data), CHUNK), MOST_PROGRAMS),),
-        (data, workspace.buffers, workspace.counts, out.view(-1).view(torch.int32), len(data), workspace.rank, most, patience),
+        (data, workspace.buffers, workspace.counts, outs, len(data), workspace.rank, workspace.most_packets, patience),
         {"WORLD": workspace.size, "SIZE": CHUNK, "PROGRAMS": MOST_PROGRAMS},
         warps=8,
-    )  # fmt: skip
+    )
     return out
 
 
 def all_reduce_add_rms_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
@@ -249,16 +171,18 @@ def all_reduce_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(s + residual), s + residual) of the sum s of every rank's `x`, all contiguous [T, H] of one dtype.
 
-    A row is a multiple of 4 bytes.
+    A row is a multiple of 4 bytes. Without `x` this rank's part is what `send_linear` sent just before.
     """
-    normed, total = torch.empty_like(x), torch.empty_like(x)
+    like = x if x is not None else residual
+    assert like is not None
+    normed, total = torch.empty_like(like), torch.empty_like(like)
     constants = {
-        "NORM": True, "HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None, "ONE_PLUS": one_plus,
-        "CAST_FIRST": cast_first,
+        "SENT": x is None, "NORM": True, "HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None,
+        "ONE_PLUS": one_plus, "CAST_FIRST": cast_first,
     }  # fmt: skip
-    size = x.shape[-1] * x.element_size() // DATA_BYTES
-    second = x if residual is None else residual
-    _launch(workspace, (x, second, x if weight is None else weight, normed, total), eps, size, constants, patience)
+    size = like.shape[-1] * like.element_size() // DATA_BYTES
+    places = (like, like if residual is None else residual, like if weight is None else weight, normed, total)
+    _launch(workspace, places, eps, size, constants, patience)
     return normed, total
 
 
@@ -267,15 +191,15 @@ def _launch(
 ) -> None:
     x, residual, weight, normed, total = tensors
     data = [each.view(-1).view(torch.int32) for each in (x, residual, normed, total)]
-    numel, most, block = len(data[0]), workspace.most_bytes // DATA_BYTES, power_of_2(size)
+    numel, block = len(data[0]), power_of_2(size)
     sizes = {
         "WORLD": workspace.size, "SIZE": size, "BLOCK": block, "PROGRAMS": MOST_PROGRAMS,
         "HALVES": DATA_BYTES // x.element_size(), "DTYPE": _DTYPES[x.dtype],
     }  # fmt: skip
     _kernel(
         (min(cdiv(numel, size), MOST_PROGRAMS),),
-        (data[0], workspace.buffers, workspace.counts, data[1], weight, *data[2:], eps, numel, workspace.rank, most,
-         patience),
+        (data[0], workspace.buffers, workspace.counts, data[1], weight, *data[2:], eps, numel, workspace.rank,
+         workspace.most_packets, patience),
         {**sizes, **constants},
         warps=min(32, max(1, block // 64)),
     )  # fmt: skip

@@ -7,7 +7,7 @@ tensor cores take W's rows as one operand and the tokens, filled up to 16, as th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -29,6 +29,7 @@ from .launch import (
     takes_large_tiles,
     wait_for_inputs,
 )
+from .packets import DATA_BYTES, Workspace, send_products
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,14 @@ class Tiling:
 
 @triton.jit
 def _row_products(
-    x_ptr, w_ptr, bias_ptr, y_ptr, N,
+    x_ptr, w_ptr, bias_ptr, y_ptr, buffers, counts, N, rank, most,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, WORLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: y[n] = sum_k x[k] W[n, k]. GATED: W holds N gate rows, then N up rows; y = act(gate) * up."""
+    """One token: y[n] = sum_k x[k] W[n, k]. GATED: W holds N gate rows, then N up rows; y = act(gate) * up.
+
+    With a WORLD of ranks y is this one's part of a sum, and sent to all of them; y_ptr has only its dtype.
+    """
     start_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -85,17 +89,18 @@ def _row_products(
         if HAS_BIAS:
             up += tl.load(bias_ptr + N + rows, mask=inside, other=0.0).to(tl.float32)
         y = gated(y, up, ACT, dtype)
-    tl.store(y_ptr + rows, y.to(dtype), mask=inside)
+    _store_or_send(y[:, None], tl.program_id(0), tl.arange(0, 1), tl.arange(0, 1) == 0, y_ptr, N, buffers, counts, rank,
+                   most, ROWS, WORLD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
 def _tile_products(
-    x_ptr, w_ptr, bias_ptr, y_ptr, partial, counters, T, N,
+    x_ptr, w_ptr, bias_ptr, y_ptr, partial, counters, buffers, counts, T, N, rank, most,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, WORLD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to TOKENS tokens: y[t, n] = sum_k x[t, k] W[n, k], ROWS rows a program. GATED as above.
+    """Up to TOKENS tokens: y[t, n] = sum_k x[t, k] W[n, k], ROWS rows a program. GATED and WORLD as above.
 
     With SPLITS programs a row the last one to finish adds up their parts, in their order.
     """
@@ -126,7 +131,8 @@ def _tile_products(
             up = dot(u, x, up, PRECISION)
     start_dependents_late(PDL)
     if SPLITS == 1:
-        _finish_tile(total, up, bias_ptr, y_ptr, rows, tokens, inside, present, N, HAS_BIAS, GATED, ACT)
+        y = _finished(total, up, bias_ptr, y_ptr, rows, inside, N, HAS_BIAS, GATED, ACT)
+        _store_or_send(y, tile, tokens, present, y_ptr, N, buffers, counts, rank, most, ROWS, WORLD)
     else:
         size: tl.constexpr = ROWS * TOKENS * (2 if GATED else 1)
         at = tl.arange(0, ROWS)[:, None] * TOKENS + tokens[None, :]
@@ -142,25 +148,40 @@ def _tile_products(
                 total += tl.load(parts + i * size, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(parts + i * size + ROWS * TOKENS, cache_modifier=".cg")
-            _finish_tile(total, up, bias_ptr, y_ptr, rows, tokens, inside, present, N, HAS_BIAS, GATED, ACT)
+            y = _finished(total, up, bias_ptr, y_ptr, rows, inside, N, HAS_BIAS, GATED, ACT)
+            _store_or_send(y, tile, tokens, present, y_ptr, N, buffers, counts, rank, most, ROWS, WORLD)
             tl.store(counters + tile, 0)
 
 
 @triton.jit
-def _finish_tile(
-    total, up, bias_ptr, y_ptr, rows, tokens, inside, present, N,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
-    """Bias, activation, and the store of [ROWS, TOKENS] sums."""
-    dtype = y_ptr.dtype.element_ty
+def _finished(
+    total, up, bias_ptr, y_ptr, rows, inside, N, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr
+):
+    """Bias and activation of [ROWS, TOKENS] sums."""
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
         if HAS_BIAS:
             up += tl.load(bias_ptr + N + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-        total = gated(total, up, ACT, dtype)
-    y_at = y_ptr + tokens[None, :] * N + rows[:, None]
-    tl.store(y_at, total.to(dtype), mask=present[None, :] & inside[:, None])
+        total = gated(total, up, ACT, y_ptr.dtype.element_ty)
+    return total
+
+
+@triton.jit
+def _store_or_send(
+    y, tile, tokens, present, y_ptr, N, buffers, counts, rank, most, ROWS: tl.constexpr, WORLD: tl.constexpr
+):
+    """[ROWS, TOKENS] of the rows from tile * ROWS on: into y [T, N], or as a part of a sum to all ranks."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if WORLD == 0:
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        inside = present[None, :] & (rows < N)[:, None]
+        tl.store(y_ptr + tokens[None, :] * N + rows[:, None], y.to(dtype), mask=inside)
+    else:
+        halves: tl.constexpr = 32 // y_ptr.dtype.element_ty.primitive_bitwidth
+        pair = tile * (ROWS // halves) + tl.arange(0, ROWS // halves)
+        inside = present[None, :] & (pair * halves < N)[:, None]
+        send_products(y, pair, tokens, inside, N, buffers, counts, rank, most, ROWS, WORLD, halves, dtype)
 
 
 # Late: blocks that wait for these kernels' results would take the place of blocks that still have weights to read.
@@ -175,17 +196,21 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 def row_products(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, activation: str = ""
-) -> torch.Tensor:
-    """x [1, K] times weight [N, K] -> [1, N]; with an activation, weight [2 N, K] is gate over up -> [1, N]"""
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, activation: str = "",
+    to: Workspace | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [1, K] times weight [N, K] -> [1, N]; with an activation, weight [2 N, K] is gate over up -> [1, N]
+
+    What is sent `to` a group of ranks is not returned.
+    """
     size = weight.shape[0] // 2 if activation else weight.shape[0]
-    y = x.new_empty((1, size))
+    y, group = _result(x, size, to)
     _row_kernel(
         (cdiv(size, tiling.rows),),
-        (x, weight, weight if bias is None else bias, y, size),
+        (x, weight, weight if bias is None else bias, y, *group[:2], size, *group[2:]),
         {
             "K": weight.shape[1], "ROWS": tiling.rows, "BLOCK": tiling.columns,
-            "HAS_BIAS": bias is not None, "GATED": bool(activation), "ACT": activation,
+            "HAS_BIAS": bias is not None, "GATED": bool(activation), "ACT": activation, "WORLD": to.size if to else 0,
         },
         warps=tiling.warps,
     )  # fmt: skip
@@ -193,12 +218,16 @@ def row_products(
 
 
 def tile_products(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, activation: str = ""
-) -> torch.Tensor:
-    """x [T, K] times weight [N, K] -> [T, N]; with an activation, weight [2 N, K] is gate over up -> [T, N]"""
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling, activation: str = "",
+    to: Workspace | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, K] times weight [N, K] -> [T, N]; with an activation, weight [2 N, K] is gate over up -> [T, N]
+
+    What is sent `to` a group of ranks is not returned.
+    """
     size = weight.shape[0] // 2 if activation else weight.shape[0]
     tokens = x.shape[0]
-    y = x.new_empty((tokens, size))
+    y, group = _result(x, size, to)
     padded, tiles = max(16, power_of_2(tokens)), cdiv(size, tiling.rows)
     partial = y
     if tiling.splits > 1:
@@ -206,16 +235,23 @@ def tile_products(
         partial = torch.empty(parts, dtype=torch.float32, device=x.device)
     _tile_kernel(
         (tiles, tiling.splits),
-        (x, weight, weight if bias is None else bias, y, partial, _counters(x.device), tokens, size),
+        (x, weight, weight if bias is None else bias, y, partial, _counters(x.device), *group[:2], tokens, size, *group[2:]),
         {
             "K": weight.shape[1], "TOKENS": padded, "ROWS": tiling.rows, "BLOCK": tiling.columns,
             "SPLITS": tiling.splits, "HAS_BIAS": bias is not None, "GATED": bool(activation),
-            "ACT": activation, "PRECISION": precision(x),
+            "ACT": activation, "PRECISION": precision(x), "WORLD": to.size if to else 0,
         },
         warps=tiling.warps,
         stages=tiling.stages,
     )  # fmt: skip
     return y
+
+
+def _result(x: torch.Tensor, size: int, to: Workspace | None) -> tuple[torch.Tensor, tuple]:
+    """Where products of `size` rows go: a tensor [T, size], and what kernels need of a group of ranks."""
+    if to is None:
+        return x.new_empty((len(x), size)), (x, x, 0, 0)
+    return x.new_empty((len(x), 0)), (to.buffers, to.counts, to.rank, to.most_packets)
 
 
 MOST_TOKENS = 128
@@ -264,11 +300,32 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = ""
 ) -> torch.Tensor:
     """x W^T + b [T, N], by the kernel that is fastest for this size; with an activation act(gate) * up [T, N/2]."""
-    tokens, (rows, columns), tiling = x.shape[0], weight.shape, None
-    if tokens == 1 or (0 < tokens <= MOST_TOKENS and takes_large_tiles(x.device)):
-        tiling = choose(tokens, rows // 2 if activation else rows, columns, x.element_size(), bool(activation))
-    if tiling is None or not ((columns % 8 == 0 and weight.is_contiguous()) or INTERPRETED):
+    tiling = _own_tiling(x, weight, activation)
+    if tiling is None:
         y = F.linear(x, weight, bias)
         return gated_activation(y, activation) if activation else y
-    products = row_products if tokens == 1 else tile_products
+    products = row_products if len(x) == 1 else tile_products
     return products(x.contiguous(), weight, bias, tiling, activation)
+
+
+def send_linear(x: torch.Tensor, weight: torch.Tensor, to: Workspace) -> bool:
+    """Send x W^T, [T, N], to all ranks of a group as this one's part of the next sum; false where cuBLAS is faster.
+
+    The bits are those of `linear`. N is even where numbers have 16 bits; `all_reduce_add_rms_norm` receives.
+    """
+    tiling = _own_tiling(x, weight, "")
+    if tiling is None:
+        return False
+    halves = DATA_BYTES // x.element_size()  # what a packet has is made by one program
+    products = row_products if len(x) == 1 else tile_products
+    products(x.contiguous(), weight, None, replace(tiling, rows=max(tiling.rows, halves)), to=to)
+    return True
+
+
+def _own_tiling(x: torch.Tensor, weight: torch.Tensor, activation: str) -> Tiling | None:
+    """How a kernel of ours makes this product; None where it does not."""
+    tokens, (rows, columns) = len(x), weight.shape
+    fits = tokens == 1 or (0 < tokens <= MOST_TOKENS and takes_large_tiles(x.device))
+    if not fits or not ((columns % 8 == 0 and weight.is_contiguous()) or INTERPRETED):
+        return None
+    return choose(tokens, rows // 2 if activation else rows, columns, x.element_size(), bool(activation))

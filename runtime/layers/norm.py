@@ -31,7 +31,7 @@ class Summing(Protocol):
         one_plus: bool,
         cast_first: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(s + residual), s + residual), s being the sum of `x` over ranks."""
+        """(norm(s + residual), s + residual), s being the sum of `x` over ranks, or of what was sent if `x` is [T, 0]."""
         ...
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +52,19 @@ class ReplicatedLinear(ColumnParallelLinear):
     """y = x W^T + b with all of W on every rank: every rank holds the whole output."""
 
 
+class SendsProducts(Protocol):
+    """A communicator whose products send their part of a sum themselves."""
+
+    def send_product(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Send x W^T [T, H], or return false."""
+        ...
+
+
 class RowParallelLinear:
     """y = scale (x W^T + b) for this rank's columns of W [H, in].
 
-    Partial sums are added up over ranks, then the whole bias. With `leaves_sum` the norm after it does that (see
-    layers/fused_sums.py).
+    Partial sums are added up over ranks, then the whole bias. With `leaves_sum` the norm after it does that, with
+    `sends_to` of what has been sent already (see layers/fused_sums.py).
     """
 
     def __init__(
@@ -63,9 +72,12 @@ class RowParallelLinear:
     ) -> None:
         self.weight, self.bias, self.communicator, self.scale = weight, bias, communicator, scale
         self.leaves_sum = False
+        self.sends_to: SendsProducts | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, H]"""
+        """[T, in] -> [T, H], or [T, 0] where it has been sent"""
+        if self.sends_to is not None and self.sends_to.send_product(x, self.weight):
+            return x.new_empty((len(x), 0))
         if self.leaves_sum:
             return product(x, self.weight)
         y = sum_over_ranks(product(x, self.weight), self.communicator)

@@ -15,7 +15,7 @@ from mgtp.runtime.mesh import create_mesh
 HIDDEN = 1024
 BATCHES = (1, 2, 4, 8, 12, 16, 32, 64)
 REPLAYS = 10
-HAMMER_REPLAYS = 4000  # of 16 sums and 8 gathers
+HAMMER_REPLAYS = 4000  # of 24 sums and 8 gathers
 
 
 def with_oneshot(world: Communicator, devices: list[int], job: Callable[[OneShotCommunicator], Any]) -> Any:
@@ -86,8 +86,18 @@ def sums(world: Communicator, devices: list[int]) -> None:
     with_oneshot(world, devices, job)
 
 
+def sent_or_not(c: OneShotCommunicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What the norm is given of x W^T, of which up to 64 tokens in two bytes are sent."""
+    from mgtp.runtime.kernels.linear import linear
+
+    sent = c.send_product(x, weight)
+    assert sent == (len(x) == 1 or (len(x) <= 64 and x.element_size() == 2))
+    return x.new_empty((len(x), 0)) if sent else linear(x, weight)
+
+
 def fused(world: Communicator, devices: list[int]) -> None:
-    """Sum, residual add and norm in one kernel, against the host's sum and the kernel that norms alone."""
+    """Sum, residual add and norm in one kernel, against separate ones; the same of products that send themselves."""
+    from mgtp.runtime.kernels.linear import linear
     from mgtp.runtime.kernels.norm import add_rms_norm
 
     def job(c: OneShotCommunicator) -> None:
@@ -101,6 +111,13 @@ def fused(world: Communicator, devices: list[int]) -> None:
                 expected, expected_total = add_rms_norm(summed, residual, weight, 1e-5)
                 assert torch.equal(total, expected_total), (dtype, tokens)
                 close(normed, expected.float(), 2)
+
+                weights = [w * HIDDEN**-0.5 for w in parts(c, (2 * HIDDEN, HIDDEN), dtype, 92)]
+                part = sent_or_not(c, tensors[c.rank], weights[c.rank])
+                residual = parts(c, (tokens, 2 * HIDDEN), dtype, 93)[0]
+                total = c.all_reduce_add_rms_norm(part, residual, None, 1e-5, False, True)[1]
+                summed = float32_sum([linear(x, w) for x, w in zip(tensors, weights, strict=True)]).to(dtype)
+                assert torch.equal(total, add_rms_norm(summed, residual, None, 1e-5)[1]), (dtype, tokens)
 
     with_oneshot(world, devices, job)
 
@@ -142,6 +159,8 @@ def hammer(world: Communicator, devices: list[int]) -> None:
 
     Guards against packets that are overwritten before they are read, or taken for those of another call.
     """
+    from mgtp.runtime.kernels.linear import linear
+
     shared = len(set(devices)) < len(devices)  # ranks that share a GPU wait for their turn at every sum
 
     def job(c: OneShotCommunicator) -> None:
@@ -149,6 +168,7 @@ def hammer(world: Communicator, devices: list[int]) -> None:
         sizes = (1, 64, 2, 128, 16, 1, 5, 32)
         adds = [torch.randn(c.size, n, HIDDEN, device="cuda", generator=generator).bfloat16() for n in sizes]
         states, weight = [a.clone() for a in adds], torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
+        matrix = torch.randn(HIDDEN, HIDDEN, device="cuda", generator=generator).mul(HIDDEN**-0.5).bfloat16()
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
         def step() -> None:
@@ -158,6 +178,9 @@ def hammer(world: Communicator, devices: list[int]) -> None:
                 twice = c.all_reduce_add_rms_norm(state[c.rank], total, weight, 1e-5, False, True)[1]
                 wrong.add_((total != expected).sum() + (twice != expected + expected).sum())
                 wrong.add_((c.all_gather(state[c.rank]) != state).sum())
+                part = sent_or_not(c, state[c.rank], matrix)
+                made = c.all_reduce_add_rms_norm(part, torch.zeros_like(total), weight, 1e-5, False, True)[1]
+                wrong.add_((made != float32_sum([linear(x, matrix) for x in state]).bfloat16()).sum())
                 state.copy_(expected * 0.5 + add)
 
         step()

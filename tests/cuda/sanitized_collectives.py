@@ -9,7 +9,7 @@ import torch
 import tests.world
 from mgtp.runtime.collectives.oneshot import OneShotCommunicator
 from mgtp.runtime.communicator import Communicator
-from tests.cuda.collective_jobs import HIDDEN, close, float32_sum, parts, with_oneshot
+from tests.cuda.collective_jobs import HIDDEN, close, float32_sum, parts, sent_or_not, with_oneshot
 from tests.world import World
 
 
@@ -26,6 +26,10 @@ def every_kernel(world: Communicator, devices: list[int]) -> None:
             weight = tensors[0][0].contiguous() if weighted else None
             total = c.all_reduce_add_rms_norm(tensors[c.rank], tensors[0], weight, 1e-5, one_plus, True)[1]
             close(total, float32_sum([*tensors, tensors[0]]), 2)
+            products = [x @ x.new_ones(256, HIDDEN).T for x in tensors]
+            part = sent_or_not(c, tensors[c.rank], tensors[0].new_ones(256, HIDDEN))
+            total = c.all_reduce_add_rms_norm(part, torch.zeros_like(products[0]), None, 1e-5, one_plus, True)[1]
+            close(total, float32_sum(products), 2 * c.size)
 
     with_oneshot(world, devices, job)
 

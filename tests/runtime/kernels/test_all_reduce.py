@@ -31,7 +31,8 @@ def _interpreted(monkeypatch):
 
 def run_ranks(world: int, job: Callable, *args, absent: tuple[int, ...] = ()) -> None:
     """job(rank, workspace, *args) in a process a rank, but for `absent` ones; raises when one of them did."""
-    from mgtp.runtime.kernels.all_reduce import MOST_PROGRAMS, Workspace, packet_area
+    from mgtp.runtime.kernels.all_reduce import MOST_PROGRAMS
+    from mgtp.runtime.kernels.packets import Workspace, packet_area
 
     shared = [torch.zeros(packet_area(MOST_BYTES, world), dtype=torch.uint8).share_memory_() for _ in range(world)]
     addresses = torch.tensor([area.data_ptr() for area in shared])
@@ -112,6 +113,33 @@ def norms(rank: int, workspace, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_all_reduce_add_rms_norm(kind):
     run_ranks(2, norms, DTYPES[kind])
+
+
+def sent_products(rank: int, workspace, dtype: torch.dtype) -> None:
+    from mgtp.runtime.kernels.all_reduce import all_reduce_add_rms_norm
+    from mgtp.runtime.kernels.linear import Tiling, row_products, tile_products
+
+    ways = [(1, row_products, Tiling(2, 16, 1)), (1, row_products, Tiling(8, 16, 1))]
+    ways += [(3, tile_products, Tiling(16, 16, 1, 1, splits)) for splits in (1, 2)]
+    for seed, (tokens, products, tiling) in enumerate(ways):
+        xs, ws = parts(workspace.size, (tokens, 40), dtype, seed), parts(workspace.size, (52, 40), dtype, seed + 9)
+        residual = parts(1, (tokens, 52), dtype, 50)[0]
+        if (rank + seed) % 2:  # ranks may differ in who sends
+            part = products(xs[rank], ws[rank], None, tiling)
+        else:
+            part = None
+            assert products(xs[rank], ws[rank], None, tiling, to=workspace).shape == (tokens, 0)
+        normed, total = all_reduce_add_rms_norm(part, residual, None, 1e-5, workspace)
+        s = sum((x.float() @ w.float().T).to(dtype).float() for x, w in zip(xs, ws, strict=True)).to(dtype)
+        expected, expected_total = references.add_rms_norm(s, residual, None, 1e-5)
+        tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+        assert (normed.float() - expected).norm() / expected.norm() < tolerance
+        assert (total.float() - expected_total).norm() / expected_total.norm() < tolerance
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_sum_of_what_products_have_sent(kind):
+    run_ranks(3, sent_products, DTYPES[kind])
 
 
 def impatient(rank: int, workspace) -> None:
