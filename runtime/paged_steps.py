@@ -68,12 +68,13 @@ class PagedSteps:
         """
         where = positions, rows, self.tables.groups, self.counters, len(rows)
         paged = PagedInputs(*where, angles=angles, context=self.place.context)
-        ids = self.last_ids[rows.long()]
+        slots = rows.long()
+        ids = self.last_ids[slots]
         logits = self.model(PagedBatch(ids, paged, [1] * len(rows), slice(None), self.stores))
         ids, failed = likeliest(logits, rows, self.last_ids)  # type: ignore[call-arg]
         if self.place.num_ranks > 1:
             ids = self.place.broadcast(ids)
-            self.last_ids.index_copy_(0, rows.long(), ids)
+            self.last_ids.index_copy_(0, slots, ids)
         return logits, Sampled(ids, failed)
 
     def _batch(self, step: Step, all_logits: bool) -> PagedBatch:

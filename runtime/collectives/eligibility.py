@@ -50,8 +50,8 @@ def method_for(message: Message, num_ranks: int, two_shot: bool = True) -> tuple
 
 
 def gathers(message: Message, num_ranks: int) -> bool:
-    """Whether every rank's message of any dtype can be sent to all ranks at once."""
-    return message.num_bytes % ALIGNMENT == 0 and 0 < message.num_bytes <= one_shot_bytes(num_ranks)
+    """Whether every rank's message of any dtype can be sent to all ranks at once: it is made of whole packets."""
+    return message.num_bytes % 4 == 0 and 0 < message.num_bytes <= one_shot_bytes(num_ranks)
 
 
 def _refusal(message: Message) -> str:

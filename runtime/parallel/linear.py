@@ -104,12 +104,11 @@ class VocabParallelEmbedding:
         if self.communicator.size == 1:
             return F.embedding(ids, self.weight)
         start, stop = self.rows
-        mine = (ids >= start) & (ids < stop)
         if start == stop:  # nothing to look up, but gradients go the same way as on the other ranks
-            x = self.weight.new_zeros(*ids.shape, 0) @ self.weight
-        else:
-            x = F.embedding(torch.where(mine, ids - start, 0), self.weight)
-        return sum_over_ranks(x * mine.unsqueeze(-1), self.communicator)
+            return sum_over_ranks(self.weight.new_zeros(*ids.shape, 0) @ self.weight, self.communicator)
+        row = ids - start
+        inside = row.clamp(0, stop - start - 1)
+        return sum_over_ranks(F.embedding(inside, self.weight) * (row == inside).unsqueeze(-1), self.communicator)
 
 
 class ParallelLMHead:

@@ -48,6 +48,7 @@ def test_the_way_of_a_message(changes, ranks, method, why):
     ("changes", "ranks", "fits"),
     [
         ({"dtype": "int64", "dims": 1, "num_bytes": 48, "contiguous": False}, 8, True),
+        ({"dtype": "int64", "dims": 1, "num_bytes": 8}, 2, True),
         ({"num_bytes": MIB}, 2, True),
         ({"num_bytes": MIB + 16}, 2, False),
         ({"num_bytes": MIB}, 4, False),
