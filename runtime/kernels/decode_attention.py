@@ -74,55 +74,38 @@ def scores_to_exponents(scores, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _load_kept(
-    k_cache, v_cache, block, at, end, head,
-    KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Keys and values [BLOCK, D_PAD] of the cached tokens `at` below `end`, which are in blocks `block`."""
-    d = tl.arange(0, D_PAD)
-    slots = ((block.to(INDEX) * SIZE + at % SIZE) * KV + head) * D
-    mask = (at < end)[:, None] & (d < D)[None, :]
-    k = tl.load(k_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
-    v = tl.load(v_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
-    return k, v
-
-
-@triton.jit
-def _attend(q, k, v, seen, highest, total, acc, scale, cap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """One turn of the online softmax, of keys of which at least one is `seen`."""
-    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), PRECISION)
-    exponents = tl.where(seen[None, :], scores_to_exponents(scores, scale, cap, CAPPED), float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(exponents, 1))
-    weights = tl.exp2(exponents - new_highest[:, None])
-    shrink = tl.exp2(highest - new_highest)
-    acc = dot(weights.to(k.dtype), v, acc * shrink[:, None], PRECISION)
-    return new_highest, total * shrink + tl.sum(weights, 1), acc
-
-
-@triton.jit
 def _over_kept_keys(
-    q, k, v, next_block, k_cache, v_cache, table, head, begin, end, scale, cap,
-    KV: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, INDEX: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k_cache, v_cache, table, head, begin, end, scale, cap,
+    KV: tl.constexpr, G_DOT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, INDEX: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(highest exponent, sum of exponentials, weighted sum of values) of cached keys [begin, end): online softmax.
-
-    The first of them are loaded, k and v [BLOCK, D_PAD], and the blocks of the next ones looked up.
-    """
-    BLOCK: tl.constexpr = k.shape[0]
-    highest = tl.full([q.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], k.shape[1]], tl.float32)
-    at = begin + tl.arange(0, BLOCK)
-    if begin < end:
-        highest, total, acc = _attend(q, k, v, at < end, highest, total, acc, scale, cap, CAPPED, PRECISION)
-    for first in range(begin + BLOCK, end, BLOCK):
+    """(highest exponent, sum of exponentials, weighted sum of values) of cached keys [begin, end): online softmax."""
+    d = tl.arange(0, D_PAD)
+    dtype = k_cache.dtype.element_ty
+    highest = tl.full([G_DOT], float("-inf"), tl.float32)
+    total = tl.zeros([G_DOT], tl.float32)
+    acc = tl.zeros([G_DOT, D_PAD], tl.float32)
+    ahead = begin + tl.arange(0, BLOCK)
+    next_block = tl.load(table + ahead // SIZE, mask=ahead < end, other=0)
+    for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
+        seen = at < end
         # Looked up one turn ahead, so that loads of keys wait for no other load of their own turn.
         block = next_block
         next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < end, other=0)
-        k, v = _load_kept(k_cache, v_cache, block, at, end, head, KV, D, k.shape[1], SIZE, INDEX)
-        highest, total, acc = _attend(q, k, v, at < end, highest, total, acc, scale, cap, CAPPED, PRECISION)
+        slots = ((block.to(INDEX) * SIZE + at % SIZE) * KV + head) * D
+        mask = seen[:, None] & (d < D)[None, :]
+        k = tl.load(k_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
+        scores = dot(q, tl.trans(k), tl.zeros([G_DOT, BLOCK], tl.float32), PRECISION)
+        exponents = scores_to_exponents(scores, scale, cap, CAPPED)
+        exponents = tl.where(seen[None, :], exponents, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(exponents, 1))
+        weights = tl.exp2(exponents - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        v = tl.load(v_cache + slots[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = dot(weights.to(dtype), v, acc * shrink[:, None], PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+        highest = new_highest
     return highest, total, acc
 
 
@@ -140,14 +123,21 @@ def _decode_attention(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_dependents(PDL)
-    if not FUSED:
-        wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
     s, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d, g = tl.arange(0, D_PAD), tl.arange(0, G_DOT)
     dtype = k_cache.dtype.element_ty
     position = tl.load(positions + s)
     table = tables + tl.load(rows + s).to(tl.int64) * table_stride
+    start = q_ptr + s.to(tl.int64) * q_stride
     heads = head * G + g
+    angles = cos_sin + (s if BY_TOKEN else position).to(tl.int64) * ROT
+    if FUSED:
+        q = load_rotated(start + heads * D, g < G, angles, q_weight, q_eps, D, D_PAD, ROT, INTERLEAVED,
+                         HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
+    else:
+        q_mask = (g < G)[:, None] & (d < D)[None, :]
+        q = tl.load(start + heads[:, None] * D + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
 
     # Cached keys [low, high), without the new one when it is still to be written; this split's part [begin, end).
     high = position + (0 if FUSED else 1)
@@ -158,24 +148,9 @@ def _decode_attention(
     share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), 16) * 16
     begin = low + split * share
     end = tl.minimum(begin + share, high)
-    at = begin + tl.arange(0, BLOCK)
-    first_block = tl.load(table + at // SIZE, mask=at < end, other=0)
-    next_block = tl.load(table + (at + BLOCK) // SIZE, mask=at + BLOCK < end, other=0)
-    first_k, first_v = _load_kept(k_cache, v_cache, first_block, at, end, head, KV, D, D_PAD, SIZE, INDEX)
-    if FUSED:
-        # What is read above was there before the step began: all of it is on its way while the projection is at work.
-        wait_for_inputs(PDL)
-
-    start = q_ptr + s.to(tl.int64) * q_stride
-    angles = cos_sin + (s if BY_TOKEN else position).to(tl.int64) * ROT
-    if FUSED:
-        q = load_rotated(start + heads * D, g < G, angles, q_weight, q_eps, D, D_PAD, ROT, INTERLEAVED,
-                         HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
-    else:
-        q_mask = (g < G)[:, None] & (d < D)[None, :]
-        q = tl.load(start + heads[:, None] * D + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    highest, total, acc = _over_kept_keys(q.to(dtype), first_k, first_v, next_block, k_cache, v_cache, table, head,
-                                          begin, end, scale, cap, KV, D, SIZE, INDEX, CAPPED, PRECISION)  # fmt: skip
+    highest, total, acc = _over_kept_keys(
+        q.to(dtype), k_cache, v_cache, table, head, begin, end, scale, cap,
+        KV, G_DOT, D, D_PAD, SIZE, BLOCK, INDEX, CAPPED, PRECISION)  # fmt: skip
 
     if FUSED:
         new_here = split == SPLITS - 1
