@@ -130,7 +130,11 @@ def sent_products(rank: int, workspace, dtype: torch.dtype) -> None:
             part = None
             assert products(xs[rank], ws[rank], None, tiling, to=workspace).shape == (tokens, 0)
         normed, total = all_reduce_add_rms_norm(part, residual, None, 1e-5, workspace)
-        s = sum((x.float() @ w.float().T).to(dtype).float() for x, w in zip(xs, ws, strict=True)).to(dtype)
+        s = (
+            torch.stack([(x.float() @ w.float().T).to(dtype).float() for x, w in zip(xs, ws, strict=True)])
+            .sum(0)
+            .to(dtype)
+        )
         expected, expected_total = references.add_rms_norm(s, residual, None, 1e-5)
         tolerance = 2e-5 if dtype == torch.float32 else 4e-3
         assert (normed.float() - expected).norm() / expected.norm() < tolerance
