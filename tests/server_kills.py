@@ -73,8 +73,12 @@ def request(prompt: str) -> dict:
 
 
 def kill_again_and_again(kills: int, seed: int, shard_set: str) -> None:
-    """Kill a random rank in a random way at a random moment, `kills` times, half of the times during the restart."""
+    """Kill a random rank at a random moment, `kills` times, every second time during the restart after the first.
+
+    Each way to kill is taken once in four times.
+    """
     choose = random.Random(seed)
+    ways = [way for _ in range(0, kills, len(SIGNALS)) for way in choose.sample(SIGNALS, len(SIGNALS))]
     limit = ("--restart", "on-failure", "--max-restarts", str(10 * kills), "--step-timeout", "20")
     with run_folders() as folder:
         server = ServerProcess(folder, shard_set, *limit, module="tests.restless_front")
@@ -82,16 +86,16 @@ def kill_again_and_again(kills: int, seed: int, shard_set: str) -> None:
         expected = {p: server.complete(**request(p))["choices"][0]["text"] for p in prompts}
         load = Load(server.url, expected)
         try:
-            for _ in range(kills):
+            for number, way in enumerate(ways[:kills]):
                 time.sleep(choose.uniform(0, 1.5))
                 pids = rank_pids(folder)
                 if pids:
                     try:
-                        os.kill(choose.choice(pids), choose.choice(SIGNALS))
+                        os.kill(choose.choice(pids), way)
                     except ProcessLookupError:
                         pass
                 wait_for(lambda: server.http.get("/health").status_code == 200 or None, 5, server.process)
-                if choose.random() < 0.5:
+                if number % 2:
                     wait_until_back(server)
             wait_until_back(server)
             before = load.exact

@@ -28,7 +28,8 @@ END_SECONDS = 15
 GENERATE = ("--prompt", "x", "--ignore-eos", "--device", "cpu", "--temperature", "0")
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143, signal.SIGKILL: -9}
 MATRIX = [(stage, number) for stage in (*ORDER, RUNNING) for number in CODES]
-SHARE = random.Random(3).sample(MATRIX, 3)
+SHARE = list(zip(random.Random(3).sample((*ORDER, RUNNING), len(CODES)), CODES, strict=True))
+"""Every signal once, each at another stage."""
 
 
 @pytest.fixture
@@ -41,6 +42,12 @@ def run_folder():
 @pytest.fixture
 def shard_set(tiny_checkpoint, sharded):
     return sharded(tiny_checkpoint("long32k"), 2)
+
+
+@pytest.fixture
+def one_rank(tiny_checkpoint, sharded):
+    """For what the front does alone: a second rank takes as long to start as the first."""
+    return sharded(tiny_checkpoint("long32k"), 1)
 
 
 def signal_at_stage(stage: str, number: int, folder: Path, shard_set: str, monkeypatch) -> None:
@@ -81,10 +88,10 @@ def test_every_signal_at_every_stage(stage, number, run_folder, shard_set, monke
     signal_at_stage(stage, number, run_folder, shard_set, monkeypatch)
 
 
-def test_a_front_that_was_suspended_goes_on(run_folder, shard_set):
+def test_a_front_that_was_suspended_goes_on(run_folder, one_rank):
     """Ctrl-Z for longer than a step may take: that time does not count."""
     options = (*GENERATE, "--max-tokens", "500", "--step-timeout", "3")
-    run = start(run_folder, "generate", shard_set, *options)
+    run = start(run_folder, "generate", one_rank, *options)
     assert run.stdout is not None
     assert run.stdout.read(1)
     run.send_signal(signal.SIGSTOP)
@@ -96,9 +103,9 @@ def test_a_front_that_was_suspended_goes_on(run_folder, shard_set):
     assert_nothing_left(run_folder)
 
 
-def test_nohup(run_folder, shard_set):
+def test_nohup(run_folder, one_rank):
     """A signal that was ignored when the program began stays ignored."""
-    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "100"]
+    command = [sys.executable, "-m", "mgtp.cli", "generate", one_rank, *GENERATE, "--max-tokens", "100"]
     shell = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command]
     run = subprocess.Popen(shell, env=environment(run_folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None
@@ -108,12 +115,12 @@ def test_nohup(run_folder, shard_set):
     assert run.returncode == 0, err
 
 
-def test_a_reader_that_stops(run_folder, shard_set):
+def test_a_reader_that_stops(run_folder, one_rank):
     """Nothing can be written any more; a signal ends the run all the same."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
     os.write(theirs, b"." * 3200)  # so that it is soon full
-    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "30000"]
+    command = [sys.executable, "-m", "mgtp.cli", "generate", one_rank, *GENERATE, "--max-tokens", "30000"]
     run = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     wait_for(lambda: _is_full(ours) or None, 60)
@@ -157,12 +164,12 @@ def test_a_reader_of_the_log_that_stops(fault, code, run_folder, shard_set):
     assert_nothing_left(run_folder)
 
 
-def test_a_reader_of_everything_that_stops(run_folder, shard_set):
+def test_a_reader_of_everything_that_stops(run_folder, one_rank):
     """As in `mgtp generate ... 2>&1 | sleep`: the error line has no reader either."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
     os.write(theirs, b"." * 3200)  # so that it is soon full
-    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "30000"]
+    command = [sys.executable, "-m", "mgtp.cli", "generate", one_rank, *GENERATE, "--max-tokens", "30000"]
     run = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=theirs)
     os.close(theirs)
     try:
@@ -263,9 +270,9 @@ def test_an_error_that_nobody_can_be_told(how, tmp_path):
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_closed_streams(closed, run_folder, shard_set):
+def test_closed_streams(closed, run_folder, one_rank):
     """What nobody wants to read does not make a run fail, nor come to lie in a file of ours."""
-    script = f"{sys.executable} -m mgtp.cli generate {shard_set} {' '.join(GENERATE)} --max-tokens 3 {closed}"
+    script = f"{sys.executable} -m mgtp.cli generate {one_rank} {' '.join(GENERATE)} --max-tokens 3 {closed}"
     run = subprocess.run(["bash", "-c", script], env=environment(run_folder), capture_output=True, timeout=60)
     assert (run.returncode, bool(run.stdout)) == (0, ">&-" not in closed.split())
     assert_nothing_left(run_folder)
@@ -286,9 +293,9 @@ def _num_bytes(fd: int) -> int:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_full_disks(run_folder, shard_set):
+def test_full_disks(run_folder, one_rank):
     """A log that cannot be written harms nothing; a result that cannot is an error of one line."""
-    command = [sys.executable, "-m", "mgtp.cli", "generate", shard_set, *GENERATE, "--max-tokens", "5"]
+    command = [sys.executable, "-m", "mgtp.cli", "generate", one_rank, *GENERATE, "--max-tokens", "5"]
     with open("/dev/full", "w") as full:
         for out, err in ((subprocess.PIPE, full), (full, subprocess.PIPE)):
             buffered = {**environment(run_folder), "PYTHONUNBUFFERED": ""}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import REPOSITORY, assert_nothing_left, mgtp, rank_pids, start, wait_for_ranks
+from tests.processes import REPOSITORY, assert_nothing_left, mgtp, rank_pids, start
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_same_seed_same_text_for_every_tp_size(tmp_path, base, sharded):
 def test_side_by_side_runs_do_not_meet(tmp_path, base, base_tp2):
     _, prompt, greedy = base
     options = ("--temperature", "0", "--max-tokens", "24", "--ignore-eos", "--device", "cpu", "--json")
-    runs = [start(tmp_path, "generate", base_tp2, "--prompt-ids", prompt, *options) for _ in range(4)]
+    runs = [start(tmp_path, "generate", base_tp2, "--prompt-ids", prompt, *options) for _ in range(2)]
     for run in runs:
         out, err = run.communicate(timeout=120)
         assert run.returncode == 0, err
@@ -69,30 +69,17 @@ def test_side_by_side_runs_do_not_meet(tmp_path, base, base_tp2):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_signal_to_the_front_ends_everything(number, code, tmp_path, base_tp2):
-    run = start(
-        tmp_path, "generate", base_tp2, "--prompt", "x", "--max-tokens", "200", "--ignore-eos", "--device", "cpu"
-    )
-    wait_for_ranks(tmp_path, 2)
-    os.kill(run.pid, number)
-    _, err = run.communicate(timeout=30)
-    assert run.returncode == code
-    assert "Traceback" not in err
-    if number == signal.SIGKILL:
-        for folder in tmp_path.glob("mgtp-*"):  # no chance to remove it: the next run does
-            assert (folder / "owner").exists()
-        mgtp(tmp_path, "generate", base_tp2, "--prompt", "x", "--max-tokens", "1", "--device", "cpu")
-    assert_nothing_left(tmp_path)
-
-
-def test_a_killed_rank_is_named(tmp_path, sharded, tiny_checkpoint):
+def test_ranks_map_their_own_file_alone_and_one_that_is_killed_is_named(tmp_path, sharded, tiny_checkpoint):
     shard_set = sharded(tiny_checkpoint("long32k"), 2)
     options = ("--prompt", "x", "--max-tokens", "30000", "--ignore-eos", "--device", "cpu", "--temperature", "0")
     run = start(tmp_path, "generate", shard_set, *options)
     assert run.stderr is not None
     while "ready" not in run.stderr.readline():
         assert run.poll() is None
+    for pid in rank_pids(tmp_path):
+        with open(f"/proc/{pid}/maps") as maps:
+            mapped = {line.split()[-1].rsplit("/", 1)[1] for line in maps if ".safetensors" in line}
+        assert mapped == {f"rank-{_rank_of(pid)}-of-2.safetensors"}
     os.kill(next(p for p in rank_pids(tmp_path) if _rank_of(p) == "1"), signal.SIGKILL)
     _, err = run.communicate(timeout=30)
     assert run.returncode == 5
@@ -105,23 +92,6 @@ def _rank_of(pid: int) -> str:
     with open(f"/proc/{pid}/environ", "rb") as file:
         variables = dict(v.split(b"=", 1) for v in file.read().split(b"\0") if b"=" in v)
     return variables[b"RANK"].decode()
-
-
-def test_ranks_map_their_own_file_and_no_other(tmp_path, sharded, tiny_checkpoint):
-    shard_set = sharded(tiny_checkpoint("long32k"), 2)
-    run = start(
-        tmp_path, "generate", shard_set, "--prompt", "x", "--max-tokens", "30000", "--ignore-eos", "--device", "cpu"
-    )
-    assert run.stderr is not None
-    while "ready" not in run.stderr.readline():
-        assert run.poll() is None
-    for pid in rank_pids(tmp_path):
-        with open(f"/proc/{pid}/maps") as maps:
-            mapped = {line.split()[-1].rsplit("/", 1)[1] for line in maps if ".safetensors" in line}
-        assert mapped == {f"rank-{_rank_of(pid)}-of-2.safetensors"}
-    run.terminate()
-    run.communicate(timeout=30)
-    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +149,20 @@ def test_probe_memory_reports_about_one_nth(tmp_path, smollm2, sharded):
     assert report["total_weight_bytes"] == sum(r["weight_bytes"] for r in report["ranks"])
 
 
-def test_context_ranks_share_out_sequences_and_cache(tmp_path, base, base_tp2):
-    """Two ranks of each file: the same ids, and each keeps its part of the cache."""
+def test_context_ranks_share_out_sequences_and_cache(tmp_path, base, base_tp2, sharded):
+    """Two ranks of each file: the same ids. Each keeps its part of the cache."""
     _, prompt, greedy = base
     cp = ("--cp-size", "2", "--device", "cpu", "--json")
     options = ("--prompt-ids", prompt, "--temperature", "0", "--max-tokens", "24", "--ignore-eos")
     document = json.loads(mgtp(tmp_path, "generate", base_tp2, *options, *cp).out)
     assert document["token_ids"] == greedy
     assert [r["file"] for r in document["ranks"]] == [f"rank-{i}-of-2.safetensors" for i in (0, 1, 0, 1)]
-    report = json.loads(mgtp(tmp_path, "probe-memory", base_tp2, *cp).out)
-    assert (report["tp_size"], report["cp_size"], report["within_plan"]) == (2, 2, True)
-    # 256 positions in blocks of 2 x 16, and a scratch block; 2 layers, 2 kv heads of 8 numbers, keys and values.
+    report = json.loads(mgtp(tmp_path, "probe-memory", sharded(base[0], 1), *cp).out)
+    assert (report["tp_size"], report["cp_size"], report["within_plan"]) == (1, 2, True)
+    # 256 positions in blocks of 2 x 16, and a scratch block; 2 layers, 4 kv heads of 8 numbers, keys and values.
     for rank in report["ranks"]:
         assert rank["kv_cache_tokens"] == 256
-        assert rank["kv_cache_bytes"] == (256 // 32 + 1) * 16 * 2 * 2 * 8 * 2 * 4
+        assert rank["kv_cache_bytes"] == (256 // 32 + 1) * 16 * 2 * 4 * 8 * 2 * 4
 
 
 def test_bench_times_prompts_at_several_cp_sizes(tmp_path, base, sharded):

@@ -16,7 +16,7 @@ from mgtp.cli.latency_plot import latency_plot
 from mgtp.runtime.collectives.crossover import cross_overs
 from mgtp.runtime.messages import CollectiveFigure
 from mgtp.shardplan.errors import UsageError
-from tests.processes import mgtp
+from tests.processes import mgtp, mgtp_here
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def test_ranks_on_the_cpu(short_folder):
         (("--collective", "nccl", "--tp-size", "2"), "--collective nccl needs GPUs"),
     ],
 )
-def test_what_is_refused_before_anything_starts(short_folder, options, words):
-    assert words in mgtp(short_folder, "probe", "--device", "cpu", *options, code=2).err
+def test_what_is_refused_before_anything_starts(options, words):
+    assert words in mgtp_here("probe", "--device", "cpu", *options, code=2).err
 
 
 def figures(*rows: tuple[str, int, float, bool]) -> list[CollectiveFigure]:

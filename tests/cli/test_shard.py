@@ -1,4 +1,4 @@
-"""`mgtp shard`, `plan` and `verify` as a shell sees them: output, JSON keys, exit codes, one-line errors."""
+"""`mgtp shard`, `plan` and `verify`: output, JSON keys, exit codes, one-line errors; some as a shell sees them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.crashes import content
-from tests.processes import Finished, environment, mgtp, start
+from tests.processes import Finished, environment, mgtp, mgtp_here, start
 from tests.tiny import write_llama, write_tokenizer
 
 
@@ -85,7 +85,7 @@ def test_default_folder_is_in_the_current_one(tmp_path: Path, model: Path) -> No
     ],
 )
 def test_wrong_options(tmp_path: Path, model: Path, options: list[str], code: int, words: list[str]) -> None:
-    failed(mgtp(tmp_path, "shard", str(model), "--out", str(tmp_path / "set"), *options, code=code), *words)
+    failed(mgtp_here("shard", str(model), "--out", str(tmp_path / "set"), *options, code=code), *words)
     assert not (tmp_path / "set").exists()
 
 
@@ -97,13 +97,13 @@ def test_missing_model(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, model: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     for path, what in ((tmp_path / "pipe.gguf", "a named pipe"), (Path("/dev/null"), "a device")):
-        run = mgtp(tmp_path, "shard", str(path), "--tp-size", "2", code=3)
+        run = mgtp_here("shard", str(path), "--tp-size", "2", code=3)
         failed(run, f"{path}: {what}, not a folder")
         assert "pass a checkpoint folder" in run.err
     shutil.copytree(model, tmp_path / "own")
     (tmp_path / "own" / "model.safetensors").unlink()
     os.mkfifo(tmp_path / "own" / "model.safetensors")
-    run = mgtp(tmp_path, "shard", str(tmp_path / "own"), "--tp-size", "2", code=3)
+    run = mgtp_here("shard", str(tmp_path / "own"), "--tp-size", "2", code=3)
     failed(run, "model.safetensors: a named pipe, not a regular file")
     assert "hint: put the file itself there" in run.err
 
@@ -113,7 +113,7 @@ def test_wrong_settings_name_file_and_key(tmp_path: Path, model: Path) -> None:
     config = json.loads((own / "config.json").read_text())
     for key, value in (("num_hidden_layers", None), ("hidden_act", "x"), ("architectures", ["X"]), ("text_config", 3)):
         (own / "config.json").write_text(json.dumps({**config, key: value}))
-        failed(mgtp(tmp_path, "plan", str(own), "--tp-size", "2", code=3), str(own), "config.json", key)
+        failed(mgtp_here("plan", str(own), "--tp-size", "2", code=3), str(own), "config.json", key)
 
 
 def test_line_breaks_in_names_are_escaped(tmp_path: Path, model: Path) -> None:
@@ -123,50 +123,50 @@ def test_line_breaks_in_names_are_escaped(tmp_path: Path, model: Path) -> None:
     run = mgtp(tmp_path, "shard", str(own), "--tp-size", "2", "--out", out, PYTHONIOENCODING="ascii")
     assert "two\\nlines for 2 ranks" in run.err and "a\\ts\\xe9t" in run.err
     assert run.out == out.replace("é", "\\xe9") + "\n", "a locale without é is no fault"
-    failed(mgtp(tmp_path, "shard", str(own), "--tp-size", "99", code=2), "99")
-    failed(mgtp(tmp_path, "verify", str(own), code=3), "two\\nlines: not a shard set")
+    failed(mgtp_here("shard", str(own), "--tp-size", "99", code=2), "99")
+    failed(mgtp_here("verify", str(own), code=3), "two\\nlines: not a shard set")
 
 
 def test_existing_set(tmp_path: Path, model: Path) -> None:
     command = ("shard", str(model), "--tp-size", "2", "--out", str(tmp_path / "set"))
-    mgtp(tmp_path, *command)
+    mgtp_here(*command)
     before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in (tmp_path / "set").iterdir()}
-    run = mgtp(tmp_path, *command)
+    run = mgtp_here(*command)
     assert run.out == f"{tmp_path / 'set'}\n" and "is complete already" in run.err and "wrote" not in run.err
-    assert json.loads(mgtp(tmp_path, *command, "--json").out)["written"] is False
+    assert json.loads(mgtp_here(*command, "--json").out)["written"] is False
     after = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in (tmp_path / "set").iterdir()}
     assert after == before
-    assert json.loads(mgtp(tmp_path, *command, "--force", "--json").out)["written"] is True
+    assert json.loads(mgtp_here(*command, "--force", "--json").out)["written"] is True
 
 
 def test_existing_set_of_something_else(tmp_path: Path, model: Path) -> None:
     """What differs is said, whatever it is, and nothing is touched."""
     own = shutil.copytree(model, tmp_path / "own")
     command = ("shard", str(own), "--tp-size", "2", "--out", str(tmp_path / "set"))
-    mgtp(tmp_path, *command)
+    mgtp_here(*command)
     before = content(tmp_path / "set")
     for options, words in (
         (["--tp-size", "4"], "tp size 2, not 4"),
         (["--dtype", "float32"], "dtype bfloat16, not float32"),
         (["--shares", "2,1"], "shares [1, 1], not [2, 1]"),
     ):
-        failed(mgtp(tmp_path, *command, *options, code=2), "already holds a shard set", words)
+        failed(mgtp_here(*command, *options, code=2), "already holds a shard set", words)
     weights = bytearray((own / "model.safetensors").read_bytes())
     weights[-4] ^= 1
     (own / "model.safetensors").write_bytes(weights)
-    failed(mgtp(tmp_path, *command, code=2), "already holds a shard set: made of other weights")
+    failed(mgtp_here(*command, code=2), "already holds a shard set: made of other weights")
     weights[-4] ^= 1
     (own / "model.safetensors").write_bytes(weights)
     (own / "generation_config.json").write_text("{}")
-    failed(mgtp(tmp_path, *command, code=2), "made with another generation_config.json")
+    failed(mgtp_here(*command, code=2), "made with another generation_config.json")
     (own / "generation_config.json").unlink()
     assert content(tmp_path / "set") == before
     os.truncate(tmp_path / "set" / "rank-0-of-2.safetensors", 10)
-    failed(mgtp(tmp_path, *command, code=2), "rank-0-of-2.safetensors", "10 bytes")
+    failed(mgtp_here(*command, code=2), "rank-0-of-2.safetensors", "10 bytes")
 
 
 def test_unequal_shares(tmp_path: Path, model: Path) -> None:
-    mgtp(tmp_path, "shard", str(model), "--tp-size", "3", "--shares", "4,2,2", "--out", str(tmp_path / "set"))
+    mgtp_here("shard", str(model), "--tp-size", "3", "--shares", "4,2,2", "--out", str(tmp_path / "set"))
     plan = json.loads((tmp_path / "set" / "plan.json").read_text())
     assert plan["shares"] == [2, 1, 1]
     assert plan["axes"]["kv_heads"]["ranges"] == [[0, 2], [2, 3], [3, 4]]
@@ -197,7 +197,7 @@ def test_interrupted_run_continues(tmp_path: Path, number: int, code: int) -> No
 
 
 def plan_json(tmp_path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
-    return json.loads(mgtp(tmp_path, "plan", *arguments, "--json", code=code).out)
+    return json.loads(mgtp_here("plan", *arguments, "--json", code=code).out)
 
 
 def test_plan_json(tmp_path: Path, model: Path) -> None:
@@ -217,7 +217,7 @@ def test_plan_json(tmp_path: Path, model: Path) -> None:
 
 def test_plan_is_what_shard_writes(tmp_path: Path, model: Path) -> None:
     before = plan_json(tmp_path, str(model), "--tp-size", "3")
-    mgtp(tmp_path, "shard", str(model), "--tp-size", "3", "--out", str(tmp_path / "set"))
+    mgtp_here("shard", str(model), "--tp-size", "3", "--out", str(tmp_path / "set"))
     after = plan_json(tmp_path, str(tmp_path / "set"))
     assert after["is_shard_set"] is True and after["fingerprint"]
     for key in ("ranks", "axes", "ties", "shares", "total_weight_bytes", "imbalance"):
@@ -231,7 +231,7 @@ def test_plan_is_what_shard_writes(tmp_path: Path, model: Path) -> None:
 
 
 def test_plan_needs_a_tp_size_for_a_checkpoint(tmp_path: Path, model: Path) -> None:
-    failed(mgtp(tmp_path, "plan", str(model), code=2), "--tp-size is missing")
+    failed(mgtp_here("plan", str(model), code=2), "--tp-size is missing")
 
 
 def test_plan_fits(tmp_path: Path, model: Path) -> None:
@@ -246,7 +246,7 @@ def test_plan_fits(tmp_path: Path, model: Path) -> None:
         "kept_back_bytes", "cache_bytes", "longest_context", "max_sequences",
     }  # fmt: skip
     assert fit["fits"] is True and fit["proposed_shares"] == [2, 1, 1] and fit["max_model_len"] == 200
-    text = mgtp(tmp_path, "plan", *options).out
+    text = mgtp_here("plan", *options).out
     assert "fits: up to 256 tokens in one sequence, " in text and " sequences of 200 tokens at once" in text
     assert "--shares 2,1,1" in text and "set aside on every device: 700 MiB for CUDA, 800 MiB for collectives" in text
     columns = " ".join(text.splitlines()[0].split())
@@ -260,25 +260,25 @@ def test_plan_with_less_than_the_whole_context(tmp_path: Path) -> None:
     fit = plan_json(tmp_path, *options)["fit"]
     assert fit["fits"] and fit["max_sequences"] == 0 and 0 < fit["longest_context"] < 1 << 24
     line = f"fits: up to {fit['longest_context']} tokens in one sequence, less than the model's own {1 << 24}"
-    assert line in mgtp(tmp_path, "plan", *options).out
+    assert line in mgtp_here("plan", *options).out
 
 
 def test_plan_does_not_fit(tmp_path: Path, model: Path) -> None:
     """Exit 4, after the table or the document."""
     options = (str(model), "--tp-size", "2", "--device-memory", "512MiB")
     assert plan_json(tmp_path, *options, code=4)["fit"]["fits"] is False
-    run = mgtp(tmp_path, "plan", *options, code=4)
+    run = mgtp_here("plan", *options, code=4)
     assert "does not fit: there is room for no sequence at all; no tp size does" in run.out
     assert "error: " in run.err and "hint: " in run.err
 
 
 @pytest.mark.parametrize("size", ["24", "x", "24GiB,12GiB,1GiB"])
 def test_plan_wrong_memory(tmp_path: Path, model: Path, size: str) -> None:
-    failed(mgtp(tmp_path, "plan", str(model), "--tp-size", "2", "--device-memory", size, code=2), "--device-memory")
+    failed(mgtp_here("plan", str(model), "--tp-size", "2", "--device-memory", size, code=2), "--device-memory")
 
 
 def test_plan_table(tmp_path: Path, model: Path) -> None:
-    lines = mgtp(tmp_path, "plan", str(model), "--tp-size", "8").out.splitlines()
+    lines = mgtp_here("plan", str(model), "--tp-size", "8").out.splitlines()
     assert lines[0].split() == ["rank", "q", "heads", "kv", "heads", "ffn", "vocab", "weights", "KV/token"]
     assert lines[1].split()[:5] == ["0", "1", "1", "16", "40"]
     assert any("copied to several ranks: kv heads" in line for line in lines)
@@ -289,7 +289,7 @@ def test_plan_table(tmp_path: Path, model: Path) -> None:
 
 @pytest.fixture
 def written(tmp_path: Path, model: Path) -> Path:
-    mgtp(tmp_path, "shard", str(model), "--tp-size", "2", "--out", str(tmp_path / "set"))
+    mgtp_here("shard", str(model), "--tp-size", "2", "--out", str(tmp_path / "set"))
     return tmp_path / "set"
 
 
@@ -305,18 +305,18 @@ def test_verify_names_what_is_damaged(tmp_path: Path, written: Path) -> None:
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
-    run = mgtp(tmp_path, "verify", str(written), code=3)
+    run = mgtp_here("verify", str(written), code=3)
     assert "rank-1-of-2.safetensors" in run.err and "lm_head.weight" in run.err
-    document = json.loads(mgtp(tmp_path, "verify", str(written), "--json", code=3).out)
+    document = json.loads(mgtp_here("verify", str(written), "--json", code=3).out)
     assert [(f["file"], f["tensor"]) for f in document["faults"]] == [(path.name, "lm_head.weight")]
 
 
 def test_verify_against_another_model(tmp_path: Path, written: Path) -> None:
     other = write_llama(tmp_path / "other", dtype="bfloat16", seed=1)
-    run = mgtp(tmp_path, "verify", str(written), "--against", str(other), code=3)
+    run = mgtp_here("verify", str(written), "--against", str(other), code=3)
     failed(run, f"{written} is not {other} cut up: ", "differences, the first: ", "not the checkpoint's values")
     assert "compare with the checkpoint that it was made from" in run.err
-    faults = json.loads(mgtp(tmp_path, "verify", str(written), "--against", str(other), "--json", code=3).out)["faults"]
+    faults = json.loads(mgtp_here("verify", str(written), "--against", str(other), "--json", code=3).out)["faults"]
     assert f"and {len(faults) - 20} more: --json has all" in run.err
     assert sum("not the checkpoint's values" in line for line in run.err.splitlines()) == 20 + 1 < len(faults)
 
@@ -325,7 +325,7 @@ def test_verify_against_another_model(tmp_path: Path, written: Path) -> None:
 def with_tokenizer(tmp_path: Path, model: Path) -> Path:
     own = shutil.copytree(model, tmp_path / "model")
     write_tokenizer(own)
-    mgtp(tmp_path, "shard", str(own), "--tp-size", "2", "--out", str(tmp_path / "set"))
+    mgtp_here("shard", str(own), "--tp-size", "2", "--out", str(tmp_path / "set"))
     return tmp_path / "set"
 
 
@@ -333,11 +333,11 @@ def test_verify_names_every_missing_file(tmp_path: Path, with_tokenizer: Path) -
     written = with_tokenizer
     for name in ("config.json", "tokenizer.json", "rank-1-of-2.safetensors"):
         (written / name).unlink()
-    run = mgtp(tmp_path, "verify", str(written), code=3)
+    run = mgtp_here("verify", str(written), code=3)
     failed(run, "3 faults, the first: config.json: no such file")
     for name in ("config.json", "tokenizer.json", "rank-1-of-2.safetensors"):
         assert f"{name}: no such file\n" in run.err
-    failed(mgtp(tmp_path, "generate", str(written), "--prompt", "x", code=3), "3 missing files: config.json")
+    failed(mgtp_here("generate", str(written), "--prompt", "x", code=3), "3 missing files: config.json")
 
 
 def test_verify_one_rank_alone(tmp_path: Path, with_tokenizer: Path) -> None:
@@ -347,38 +347,38 @@ def test_verify_one_rank_alone(tmp_path: Path, with_tokenizer: Path) -> None:
     node.mkdir()
     for name in ("plan.json", "rank-1-of-2.safetensors"):
         shutil.copy(written / name, node)
-    run = mgtp(tmp_path, "verify", str(node), "--rank", "1")
+    run = mgtp_here("verify", str(node), "--rank", "1")
     assert run.out.startswith("ok: rank-1-of-2.safetensors, ")
     assert "not here, but needed to run the rank: config.json, tokenizer.json" in run.err
-    document = json.loads(mgtp(tmp_path, "verify", str(node), "--rank", "1", "--json").out)
+    document = json.loads(mgtp_here("verify", str(node), "--rank", "1", "--json").out)
     size = (written / "rank-1-of-2.safetensors").stat().st_size
     assert document["ok"] and document["rank"] == 1 and size - 8192 < document["bytes"] < size
-    failed(mgtp(tmp_path, "verify", str(node), "--rank", "0", code=3), "rank-0-of-2.safetensors: no such file")
-    failed(mgtp(tmp_path, "verify", str(node), "--rank", "2", code=2), "--rank 2", "has 2 ranks")
-    failed(mgtp(tmp_path, "verify", str(node), "--rank", "1", "--against", "x", code=2), "--against")
+    failed(mgtp_here("verify", str(node), "--rank", "0", code=3), "rank-0-of-2.safetensors: no such file")
+    failed(mgtp_here("verify", str(node), "--rank", "2", code=2), "--rank 2", "has 2 ranks")
+    failed(mgtp_here("verify", str(node), "--rank", "1", "--against", "x", code=2), "--against")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(written / name, node)
-    assert "not here" not in mgtp(tmp_path, "verify", str(node), "--rank", "1").err
+    assert "not here" not in mgtp_here("verify", str(node), "--rank", "1").err
     (node / "tokenizer.json").write_text("{}")
-    failed(mgtp(tmp_path, "verify", str(node), "--rank", "1", code=3), "tokenizer.json: not the file")
+    failed(mgtp_here("verify", str(node), "--rank", "1", code=3), "tokenizer.json: not the file")
 
 
 def test_verify_truncated_file(tmp_path: Path, written: Path) -> None:
     path = written / "rank-0-of-2.safetensors"
     os.truncate(path, path.stat().st_size - 1)
-    failed(mgtp(tmp_path, "verify", str(written), code=3), "rank-0-of-2.safetensors", "the plan says")
+    failed(mgtp_here("verify", str(written), code=3), "rank-0-of-2.safetensors", "the plan says")
 
 
 def test_verify_json_without_a_plan_is_a_document_too(tmp_path: Path, written: Path) -> None:
     (written / "plan.json").unlink()
-    run = mgtp(tmp_path, "verify", str(written), "--json", code=3)
+    run = mgtp_here("verify", str(written), "--json", code=3)
     document = json.loads(run.out)
     assert not document["ok"] and document["tp_size"] is None and document["bytes"] == 0
     assert "rank files without plan.json" in document["faults"][0]["reason"]
     (written / "plan.json").mkdir()
-    failed(mgtp(tmp_path, "verify", str(written), code=3), "plan.json: a folder, not a regular file")
+    failed(mgtp_here("verify", str(written), code=3), "plan.json: a folder, not a regular file")
 
 
 def test_moved_set_is_still_right(tmp_path: Path, model: Path, written: Path) -> None:
     shutil.copytree(written, tmp_path / "copy")
-    mgtp(tmp_path, "verify", str(tmp_path / "copy"), "--against", str(model))
+    mgtp_here("verify", str(tmp_path / "copy"), "--against", str(model))

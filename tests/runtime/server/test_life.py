@@ -23,6 +23,12 @@ def shard_set(served_checkpoint, sharded):
     return sharded(served_checkpoint, 2)
 
 
+@pytest.fixture(scope="module")
+def one_rank(served_checkpoint, sharded):
+    """For what has nothing to do with the number of ranks."""
+    return sharded(served_checkpoint, 1)
+
+
 def ask(server: ServerProcess, body: dict) -> socket.socket:
     """A connection over which a completion has been asked for."""
     address, content = httpx.URL(server.url), json.dumps(body).encode()
@@ -89,12 +95,12 @@ def test_many_streams_at_once(server):
 
 
 @pytest.fixture(scope="module")
-def small(served_checkpoint, sharded, tmp_path_factory):
+def small(one_rank):
     """Room for one sequence and one that waits, half a second each, behind a key; its log is JSON."""
     with run_folders() as folder:
         limits = ("--max-num-seqs", "1", "--max-queue", "1", "--request-timeout", "1", "--drain-timeout", "0.3")
         form = ("--log-format", "json")
-        small = ServerProcess(folder, sharded(served_checkpoint, 2), *limits, *form, MGTP_API_KEY="secret")
+        small = ServerProcess(folder, one_rank, *limits, *form, MGTP_API_KEY="secret")
         small.http.headers["authorization"] = "Bearer secret"
         yield small  # the last test ends it
 
@@ -165,8 +171,8 @@ def test_a_killed_rank_of_an_idle_server(run_folder, shard_set):
     assert server.wait(15) == 5
 
 
-def test_sigterm_lets_streams_finish(run_folder, shard_set):
-    server = ServerProcess(run_folder, shard_set)
+def test_sigterm_lets_streams_finish(run_folder, one_rank):
+    server = ServerProcess(run_folder, one_rank)
     body = {**LONG, "max_tokens": 200, "stream": True}
     other = httpx.Client(base_url=server.url, timeout=10, trust_env=False)
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
@@ -184,9 +190,9 @@ def test_sigterm_lets_streams_finish(run_folder, shard_set):
     assert server.wait() == 0
 
 
-def test_signals_while_a_stream_would_go_on(run_folder, shard_set):
+def test_signals_while_a_stream_would_go_on(run_folder, one_rank):
     """A second SIGTERM does not wait for anything."""
-    server = ServerProcess(run_folder, shard_set)
+    server = ServerProcess(run_folder, one_rank)
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
         lines = stream.iter_lines()  # which would close the connection when it goes
         next(lines)
@@ -199,9 +205,9 @@ def test_signals_while_a_stream_would_go_on(run_folder, shard_set):
     assert server.wait() == 143
 
 
-def test_sigterm_while_loading(run_folder, shard_set):
+def test_sigterm_while_loading(run_folder, one_rank):
     """The port answers before the model is there: alive, not ready."""
-    server = ServerProcess(run_folder, shard_set, wait=False)
+    server = ServerProcess(run_folder, one_rank, wait=False)
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/ready").status_code == 503
     refused = server.post("/v1/completions", {"prompt": "x"})

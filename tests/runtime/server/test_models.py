@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import mgtp, rank_pids, run_folders
+from tests.processes import mgtp_here, rank_pids, run_folders
 from tests.servers import ServerProcess, wait_for
 
 LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0}
@@ -321,7 +321,7 @@ def test_clear_cache(server):
     assert admin(server, "clear-cache", 404, model="nobody")["param"] == "model"
 
 
-def test_options(run_folder, root):
+def test_options(root):
     """What cannot be is refused before a port is bound or a rank is started."""
     for arguments, said in (
         (["--admin", "--model-root", str(root)], "--admin needs a key"),
@@ -334,5 +334,5 @@ def test_options(run_folder, root):
         (["--model", "a\nb=x"], "'a\\nb' is not printable"),
         (["--served-model-name", "x" * 201], "1 to 200 characters"),
     ):
-        error = mgtp(run_folder, "serve", str(root / "one"), *arguments, "--device", "cpu", code=2).err
+        error = mgtp_here("serve", str(root / "one"), *arguments, "--device", "cpu", code=2).err
         assert said in error and "hint: " in error
