@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..shardplan.errors import MgtpError
+from ..shardplan.errors import MgtpError, UsageError
 from .app import app
 from .launching import (
     CpSizeOption,
@@ -21,6 +22,7 @@ from .launching import (
     TpSizeOption,
     launch_options,
 )
+from .options import flag
 from .sampling_options import SeedOption, TemperatureOption, TopPOption, sampling_params
 
 if TYPE_CHECKING:
@@ -58,17 +60,28 @@ def chat(
     from .background import watched_stdout
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    launch = launch_options(
-        ctx,
-        cp_size=cp_size,
-        device=device,
-        devices=devices,
-        allow_shared_device=allow_shared_device,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-    )
+    ranks = {"cp_size": cp_size, "device": device, "devices": devices, "allow_shared_device": allow_shared_device}
+    ranks["max_model_len"] = max_model_len
+    if _is_address(target):
+        _refuse_rank_options(target, {**ranks, "tp_size": tp_size}, ctx)
+    launch = launch_options(ctx, max_num_seqs=1, **ranks)
     with _answers(target, tp_size, launch, api_key, options) as answers, watched_stdout(answers.check) as write:
         _talk(Conversation(answers, system), answers.model, write)
+
+
+def _is_address(target: str) -> bool:
+    """Whether a server is meant; one without a scheme is refused."""
+    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", target, re.ASCII) and not Path(target).exists():
+        raise UsageError(f"{target}: no such folder", f"a server's address begins with http://, as http://{target}")
+    return target.lower().startswith(("http://", "https://"))
+
+
+def _refuse_rank_options(target: str, ranks: Mapping[str, Any], ctx: typer.Context) -> None:
+    """Raise UsageError for an option of ranks: a server has its own."""
+    defaults = {parameter.name: parameter.default for parameter in ctx.command.params}
+    given = next((name for name, value in ranks.items() if value != defaults[name]), None)
+    if given is not None:
+        raise UsageError(f"{flag(given)} is for a shard set, {target} is a server", f"leave {flag(given)} out")
 
 
 @contextmanager
@@ -88,7 +101,7 @@ def _answers(
         with small_files(checkpoint) as folder:
             check_files(folder, checkpoint.config)
 
-    if target.startswith(("http://", "https://")):
+    if _is_address(target):
         yield RemoteAnswers(target, api_key, options)
         return
     shard_set = open_set(target, tp_size, check=check)
@@ -133,9 +146,20 @@ def _answer(conversation: Conversation, line: str, interactive: bool, write: Cal
 def _lines(interactive: bool) -> Iterator[str]:
     while True:
         try:
-            line = input("> ") if interactive else sys.stdin.readline()
+            line = _typed() if interactive else sys.stdin.buffer.readline().decode()
+            line.encode()
         except EOFError:
             return
+        except UnicodeError as error:
+            raise UsageError(f"the input is not UTF-8: {error}", "convert it, for instance with iconv") from None
         if not interactive and not line:
             return
         yield line.rstrip("\n")
+
+
+def _typed() -> str:
+    """A line that somebody types; the prompt is no part of the output."""
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()

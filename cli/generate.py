@@ -111,8 +111,7 @@ def generate(
     requests, skipped, failed, prompt_tokens, completion_tokens, seconds. Exits 1 when a request has failed.
     """
     source = PromptSource(prompt_argument, prompt, prompt_file, prompt_ids, chat, system)
-    if "" in (stop or []):
-        raise UsageError("--stop '' would end every text at once", "give a string that is not empty")
+    _check_stops(stop or [])
     sampled = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     sampled |= dict(repetition_penalty=repetition_penalty, max_tokens=max_tokens, logprobs=logprobs)
     given = {name: value for name, value in sampled.items() if value is not None}
@@ -143,6 +142,17 @@ def generate(
     shard_set = open_set(directory, tp_size, dtype, revision, verify_on_load, dummy_weights)
     defaults = {**given, **({"stop": stop} if stop else {})}
     run_batch(shard_set, files, defaults, launch, ordered=not unordered, max_num_seqs=max_num_seqs, as_json=as_json)
+
+
+def _check_stops(stop: list[str]) -> None:
+    """Raise UsageError for a stop string that every text has, or none can have."""
+    if "" in stop:
+        raise UsageError("--stop '' would end every text at once", "give a string that is not empty")
+    for each in stop:
+        try:
+            each.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"--stop {each!r} is not UTF-8", "convert it, for instance with iconv") from None
 
 
 def _refuse_for_one(output: Path | None, unordered: bool, max_num_seqs: int | None, logprobs: int | None) -> None:

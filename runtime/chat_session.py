@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,34 +71,53 @@ class RemoteAnswers:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._options = {name: value for name, value in options.items() if value is not None}
-        models = json.load(self._open("/v1/models", None))["data"]
-        self.model: str = models[0]["id"]
+        with self._reading(), self._open("/v1/models", None) as response:
+            models = msgspec.json.decode(response.read(), type=_Models).data
+        if not models:
+            raise MgtpError(f"{self._url} serves no model", "load one there")
+        self.model = models[0].id
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
         """See Answers; raises MgtpError with the server's own words."""
         body = {"model": self.model, "messages": list(messages), "stream": True, **self._options}
-        with self._open("/v1/chat/completions", body) as response:
+        with self._reading(), self._open("/v1/chat/completions", body) as response:
             for line in response:
-                event = line.strip().removeprefix(b"data: ")
-                if not event or event == b"[DONE]":
-                    continue
-                document = json.loads(event)
-                if "error" in document:
-                    raise MgtpError(f"{self._url}: {document['error']['message']}")
-                for choice in document["choices"]:
-                    yield choice["delta"].get("content") or ""
+                name, _, value = line.strip().partition(b":")
+                if name != b"data":
+                    continue  # an empty line, a comment
+                if value.strip() == b"[DONE]":
+                    return
+                event = msgspec.json.decode(value, type=_Event)
+                if event.error is not None:
+                    raise MgtpError(f"{self._url}: {_message(value)}")
+                for choice in event.choices:
+                    yield choice.delta.content or ""
+        raise self._broken("its end is missing")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Whatever else than an answer comes is one line."""
+        try:
+            yield
+        except msgspec.MsgspecError as error:
+            raise MgtpError(f"{self._url} is no OpenAI-compatible server: {error}", "check the address") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(str(error)) from None
+
+    def _broken(self, reason: str) -> MgtpError:
+        return MgtpError(f"{self._url}: the answer broke off: {reason}", "see the server's log, and ask again")
 
     def check(self) -> None:
         """See Answers. The next request finds out."""
 
     def _open(self, path: str, body: Any) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}{path}", data, self._headers)
         try:
+            request = urllib.request.Request(f"{self._url}{path}", data, self._headers)
             return urllib.request.urlopen(request, timeout=SECONDS)
         except urllib.error.HTTPError as error:
             raise MgtpError(f"{self._url}: {_message(error.read()) or error.reason}") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise MgtpError(
                 f"{self._url} does not answer: {reason}", "check the address, or start: mgtp serve DIR"
@@ -105,11 +125,37 @@ class RemoteAnswers:
 
 
 def _message(content: bytes) -> str:
-    """The message of an error in OpenAI's form, empty when it is none."""
+    """What a document in OpenAI's form says of an error; empty when it is none."""
     try:
-        return str(json.loads(content)["error"]["message"])
+        error = json.loads(content)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return ""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """The answer of /v1/models."""
+
+    data: list[_Model]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+
+
+class _Event(msgspec.Struct):
+    """An event of a stream: of a choice the text, or an error."""
+
+    choices: list[_Choice] = []
+    error: Any = None
 
 
 def check_chat(folder: Path, config: Mapping[str, Any]) -> None:

@@ -117,6 +117,7 @@ def _rank_of(pid: int) -> str:
         (("--prompt", "x", "--logprobs", "3"), 2, "nowhere to go"),
         (("--prompt", "x", "--nonsense"), 2, "--nonsense"),
         (("--prompt", "x", "--stop", ""), 2, "--stop"),
+        (("--prompt", "x", "--stop", "\udcff"), 2, "not UTF-8"),
         (("--prompt", "x", "--max-tokens", "9" * 12), 2, "2147483647"),
     ],
 )  # fmt: skip

@@ -115,3 +115,18 @@ def test_chat_command(server, run_folder):
     assert run.stdout[:half] == run.stdout[half:] != "\n"
     error = mgtp(run_folder, "chat", "http://127.0.0.1:9", code=1).err
     assert error.startswith("error: http://127.0.0.1:9 does not answer") and "hint: " in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["http://127.0.0.1:9", "--device", "cpu"], "--device is for a shard set"),
+        (["http://127.0.0.1:9", "--cp-size", "2"], "--cp-size is for a shard set"),
+        (["127.0.0.1:9"], "as http://127.0.0.1:9"),
+    ],
+)
+def test_chat_says_what_cannot_be(arguments, words, capsys):
+    from mgtp.cli.app import main
+
+    assert main(["chat", *arguments]) == 2
+    assert words in capsys.readouterr().err
