@@ -38,6 +38,8 @@ def probe(
 ) -> None:
     """Find the devices and their links, test every backend of the collectives, and measure it from 1 KiB to 64 MiB.
 
+    Exits 1 when data has arrived changed.
+
     JSON: torch_version, nccl_version, driver_version, devices (rank, device, total_bytes), links (source, target, kind,
     num_links, peer_access, written, bandwidth), collectives (backend, size, world, latency in seconds, bandwidth in
     bytes a second, verified), choice (backend, reason, cross_overs), faults (backend: why it cannot be used).
@@ -55,9 +57,10 @@ def probe(
         _check_plot(plot, ranks)
     with show_stages(ranks) as on_stage:
         result = probe_devices(ranks, options, on_stage)
-    if plot is not None:
-        plot.write_bytes(latency_plot(result.collectives, plot.suffix))
     print_json(result) if as_json else _print(result)
+    if plot is not None:
+        _write_plot(plot, latency_plot(result.collectives, plot.suffix))
+    _check_data(result)
 
 
 def _check_plot(plot: Path, ranks: int) -> None:
@@ -78,6 +81,30 @@ def _check_plot(plot: Path, ranks: int) -> None:
     except OSError as error:
         hint = "name a file that can be written, in a folder that exists"
         raise UsageError(f"--plot {plot}: {error.strerror}", hint) from None
+
+
+def _write_plot(plot: Path, content: bytes) -> None:
+    from ..shardplan.errors import MgtpError
+
+    try:
+        plot.write_bytes(content)
+    except OSError as error:
+        raise MgtpError(f"--plot {plot}: {error.strerror}", "make room, or name a file on another disk") from None
+
+
+def _check_data(result: ProbeResult) -> None:
+    """Raise MgtpError when what has arrived is not what was sent: answers of such ranks would be nonsense."""
+    from ..shardplan.errors import MgtpError
+
+    wrong = [f"the link {link.source} -> {link.target}" for link in result.links if not link.written]
+    wrong += dict.fromkeys(
+        f"{figure.backend} over {figure.world} ranks" for figure in result.collectives if not figure.verified
+    )
+    if wrong:
+        raise MgtpError(
+            f"data has arrived changed: {', '.join(wrong)}",
+            "use --collective host or other --devices; dmesg may say why",
+        )
 
 
 def _print(result: ProbeResult) -> None:

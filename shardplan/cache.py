@@ -80,6 +80,8 @@ def cached_set(
             write_shards(source, plan, path, progress=progress)
         except FolderBusy:
             time.sleep(LOCK_POLL_SECONDS)
+        except MgtpError as error:
+            raise _of_cache(error, path) from error
 
 
 def entries() -> list[Entry]:
@@ -131,6 +133,12 @@ def _make(folder: Path) -> None:
         raise MgtpError(
             f"{what} {folder} cannot be made: {error.strerror}", "set MGTP_CACHE to a folder that you can write to"
         ) from None
+
+
+def _of_cache(error: MgtpError, path: Path) -> MgtpError:
+    """What is said of a folder that somebody has named, said of one that nobody has."""
+    hint = error.hint.replace("name a folder", "set MGTP_CACHE to a folder")
+    return type(error)(error.message.replace(f"--out {path}", f"cached set {path}"), hint)
 
 
 def _note_use(path: Path, label: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -181,3 +182,11 @@ def test_a_cache_that_cannot_be_made_names_its_setting(tmp_path, monkeypatch, ti
     monkeypatch.setenv("MGTP_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(MgtpError, match=r"MGTP_CACHE .*/file/cache"):
         writes(open_source(str(tiny_checkpoint("base"))))
+
+
+def test_a_cache_without_room_is_no_out(folder, monkeypatch, tiny_checkpoint):
+    """Nobody has given --out."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
+    with pytest.raises(MgtpError, match=f"^cached set {folder}/base-tp2.*: no space left") as error:
+        writes(open_source(str(tiny_checkpoint("base"))))
+    assert "set MGTP_CACHE to a folder on another disk" in error.value.hint

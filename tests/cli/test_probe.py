@@ -14,7 +14,8 @@ from PIL import Image
 from mgtp.cli import latency_plot as plots
 from mgtp.cli.latency_plot import latency_plot
 from mgtp.runtime.collectives.crossover import cross_overs
-from mgtp.runtime.messages import CollectiveFigure
+from mgtp.runtime.launch.device_probe import Choice, ProbeResult
+from mgtp.runtime.messages import CollectiveFigure, LinkInfo
 from mgtp.shardplan.errors import UsageError
 from tests.processes import mgtp, mgtp_here
 
@@ -43,6 +44,21 @@ def test_ranks_on_the_cpu(short_folder):
     assert result["choice"]["backend"] == "host"
     assert result["choice"]["cross_overs"] == [{"size": 1024, "backend": "host"}]
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_data_that_arrives_changed_is_shown_and_fails(monkeypatch, capsysbinary):
+    """Else a script would take the cards for good ones."""
+    from mgtp.cli.app import main
+
+    figures = [CollectiveFigure("host", size, 2, 1.0, 1.0, size == 1024) for size in (1024, 2048, 4096)]
+    link = LinkInfo(0, 1, "NVLink", 18, True, False, 1e11)
+    found = ProbeResult("2", None, None, [], [link], figures, Choice("host", "", []), {})
+    monkeypatch.setattr("mgtp.runtime.launch.device_probe.probe_devices", lambda *_: found)
+    for options, words in (([], b"WRITTEN DATA DIFFERS"), (["--json"], b'"written":false')):
+        assert main(["probe", "--tp-size", "2", "--device", "cpu", *options]) == 1
+        out, err = capsysbinary.readouterr()
+        assert words in out
+        assert b"error: data has arrived changed: the link 0 -> 1, host over 2 ranks\n" in err
 
 
 @pytest.mark.parametrize(
