@@ -24,7 +24,6 @@ from .launching import (
     JsonOption,
     KvCacheMemoryOption,
     MaxModelLenOption,
-    MaxNumSeqsOption,
     RevisionOption,
     ShardSetArgument,
     SharedDeviceOption,
@@ -34,7 +33,7 @@ from .launching import (
     launch_options,
     open_set,
 )
-from .options import path
+from .options import path, positive
 from .sampling_options import (
     IgnoreEosOption,
     MinPOption,
@@ -94,7 +93,9 @@ def generate(
     allow_shared_device: SharedDeviceOption = False,
     collective: CollectiveOption = "auto",
     max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(callback=positive, help="With --prompts: most sequences to run at once; default: 256.")
+    ] = None,
     kv_cache_memory: KvCacheMemoryOption = None,
     block_size: BlockSizeOption = None,
     enforce_eager: EnforceEagerOption = False,

@@ -64,7 +64,7 @@ MaxModelLenOption = Annotated[
     typer.Option(callback=positive, help="Longest prompt and answer in tokens; default: the model's, or what fits."),
 ]
 MaxNumSeqsOption = Annotated[
-    int | None, typer.Option(callback=positive, help="Most sequences to run at once; default: 16, with --prompts 256.")
+    int | None, typer.Option(callback=positive, help="Most sequences to run at once; default: 16.")
 ]
 KvCacheMemoryOption = Annotated[
     str | None, typer.Option(help="KV cache of every rank, such as 8GiB; default: most of what is free.")

@@ -123,8 +123,7 @@ def serve(
     """
     if log_format not in LOG_FORMATS:
         raise UsageError(f"--log-format {log_format!r} is unknown", f"use {' or '.join(LOG_FORMATS)}")
-    if api_key == "":
-        raise UsageError("the API key is empty", "leave it out to serve without a key")
+    api_key = _key(api_key)
     limit, root = _max_restarts(restart, max_restarts), _model_root(admin, model_root, api_key)
     launch = launch_options(
         ctx,
@@ -163,9 +162,8 @@ def serve(
     )
     set_up_logging(ctx.obj.log_level, log_format)
     ctx.with_resource(log_in_background())
-    name = served_model_name or (
-        os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory
-    )
+    name = os.path.basename(os.path.abspath(directory)) if os.path.exists(directory) else directory
+    name = name if served_model_name is None else served_model_name
     others = _named_folders(model or (), name)
     for each in (name, *others):
         check_name(each)
@@ -185,6 +183,22 @@ def serve(
     check_sizes(shard_set, launch)
     sets = {other: open_set(folder, None, verify=verify_on_load) for other, folder in others.items()}
     _run({name: shard_set, **sets}, launch, options, sock)
+
+
+def _key(given: str | None) -> str | None:
+    """The key to ask for, without the line break that a file may have brought along, which no header can hold.
+
+    An empty variable is as a rule one that was to be filled: serving without a key instead would let everybody in.
+    """
+    if given is None and "MGTP_API_KEY" not in os.environ:
+        return None
+    key = (given or "").strip()
+    if not (key and key.isprintable()):
+        what = "holds what cannot be printed" if key else "is empty"
+        raise UsageError(
+            f"the API key {what}", "give another one; without --api-key and MGTP_API_KEY nobody is asked for one"
+        )
+    return key
 
 
 def _max_restarts(restart: str, given: int | None) -> int:

@@ -69,7 +69,7 @@ class RemoteAnswers:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = f"Bearer {api_key.strip()}"
         self._options = {name: value for name, value in options.items() if value is not None}
         with self._reading(), self._open("/v1/models", None) as response:
             models = msgspec.json.decode(response.read(), type=_Models).data

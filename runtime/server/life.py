@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -48,7 +49,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise MgtpError(f"{host}:{port}: {error.strerror}", "choose another --port, or --port 0 for any") from None
+        ways = {errno.EADDRNOTAVAIL: "use an address of this machine with --host, or 0.0.0.0 for all of them"}
+        hint = ways.get(error.errno or 0, "choose another --port, or --port 0 for any")
+        raise MgtpError(f"{host}:{port}: {error.strerror}", hint) from None
     return sock
 
 

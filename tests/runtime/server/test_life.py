@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from tests.processes import mgtp, rank_pid, run_folders
+from tests.processes import mgtp, mgtp_here, rank_pid, run_folders
 from tests.servers import ServerProcess, wait_for
 
 LONG = {"prompt": "x", "max_tokens": 30000, "ignore_eos": True, "temperature": 0}
@@ -100,7 +100,7 @@ def small(one_rank):
     with run_folders() as folder:
         limits = ("--max-num-seqs", "1", "--max-queue", "1", "--request-timeout", "1", "--drain-timeout", "0.3")
         form = ("--log-format", "json")
-        small = ServerProcess(folder, one_rank, *limits, *form, MGTP_API_KEY="secret")
+        small = ServerProcess(folder, one_rank, *limits, *form, MGTP_API_KEY="secret\n")  # as out of a file
         small.http.headers["authorization"] = "Bearer secret"
         yield small  # the last test ends it
 
@@ -220,4 +220,6 @@ def test_a_port_that_is_taken(run_folder, shard_set):
         port = str(taken.getsockname()[1])
         run = mgtp(run_folder, "serve", shard_set, "--port", port, "--device", "cpu", code=1)
     assert run.err.splitlines()[0].endswith("Address already in use")
+    error = mgtp_here("serve", shard_set, "--host", "192.0.2.1", "--port", "0", code=1).err
+    assert "192.0.2.1:0: Cannot assign requested address\nhint: use an address of this machine with --host" in error
     assert port in run.err and "hint: " in run.err

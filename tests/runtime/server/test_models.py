@@ -321,7 +321,7 @@ def test_clear_cache(server):
     assert admin(server, "clear-cache", 404, model="nobody")["param"] == "model"
 
 
-def test_options(root):
+def test_options(root, monkeypatch):
     """What cannot be is refused before a port is bound or a rank is started."""
     for arguments, said in (
         (["--admin", "--model-root", str(root)], "--admin needs a key"),
@@ -333,6 +333,11 @@ def test_options(root):
         (["--model", "a=x", "--model", "a=y"], "two models are named 'a'"),
         (["--model", "a\nb=x"], "'a\\nb' is not printable"),
         (["--served-model-name", "x" * 201], "1 to 200 characters"),
+        (["--served-model-name", ""], "1 to 200 characters"),
+        (["--api-key", " \n"], "the API key is empty"),
     ):
         error = mgtp_here("serve", str(root / "one"), *arguments, "--device", "cpu", code=2).err
         assert said in error and "hint: " in error
+    # A variable that was to be filled: nobody would be asked for a key.
+    monkeypatch.setenv("MGTP_API_KEY", "")
+    assert "the API key is empty" in mgtp_here("serve", str(root / "one"), "--device", "cpu", code=2).err
