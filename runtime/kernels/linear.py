@@ -311,14 +311,15 @@ def linear(
 def send_linear(x: torch.Tensor, weight: torch.Tensor, to: Workspace) -> bool:
     """Send x W^T, [T, N], to all ranks of a group as this one's part of the next sum; false where cuBLAS is faster.
 
-    The bits are those of `linear`. N is even where numbers have 16 bits; `all_reduce_add_rms_norm` receives.
+    It is rounded as `linear` does it. N is even where numbers have 16 bits; `all_reduce_add_rms_norm` receives.
     """
     tiling = _own_tiling(x, weight, "")
     if tiling is None:
         return False
-    halves = DATA_BYTES // x.element_size()  # what a packet has is made by one program
+    rows = max(tiling.rows, DATA_BYTES // x.element_size())  # what a packet has is made by one program
+    tiling = replace(tiling, rows=rows, columns=tiling.columns * tiling.rows // rows)
     products = row_products if len(x) == 1 else tile_products
-    products(x.contiguous(), weight, None, replace(tiling, rows=max(tiling.rows, halves)), to=to)
+    products(x.contiguous(), weight, None, tiling, to=to)
     return True
 
 
