@@ -7,7 +7,7 @@ tensor cores take W's rows as one operand and the tokens, filled up to 16, as th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -309,15 +309,14 @@ def linear(
 
 
 def send_linear(x: torch.Tensor, weight: torch.Tensor, to: Workspace) -> bool:
-    """Send x W^T, [T, N], to all ranks of a group as this one's part of the next sum; false where cuBLAS is faster.
+    """Send x W^T, [T, N], to all ranks of a group as this one's part of the next sum: the bits of `linear`.
 
-    It is rounded as `linear` does it. N is even where numbers have 16 bits; `all_reduce_add_rms_norm` receives.
+    False where another product is faster, or a program does not make all that a packet has: two rows of numbers of 16
+    bits. N is even there. `all_reduce_add_rms_norm` receives.
     """
     tiling = _own_tiling(x, weight, "")
-    if tiling is None:
+    if tiling is None or tiling.rows * x.element_size() < DATA_BYTES:
         return False
-    rows = max(tiling.rows, DATA_BYTES // x.element_size())  # what a packet has is made by one program
-    tiling = replace(tiling, rows=rows, columns=tiling.columns * tiling.rows // rows)
     products = row_products if len(x) == 1 else tile_products
     products(x.contiguous(), weight, None, tiling, to=to)
     return True

@@ -146,6 +146,17 @@ def test_sum_of_what_products_have_sent(kind):
     run_ranks(3, sent_products, DTYPES[kind])
 
 
+def test_sum_is_not_sent_where_another_product_is_faster_or_a_packet_takes_two_programs():
+    from mgtp.runtime.kernels.linear import send_linear
+    from mgtp.runtime.kernels.packets import Workspace
+
+    nowhere = Workspace(torch.zeros(2), torch.zeros(1), 0, MOST_BYTES)
+    assert not send_linear(torch.zeros(3, 64), torch.zeros(64, 64), nowhere), "several tokens of float32"
+    assert not send_linear(torch.zeros(1, 4096).half(), torch.empty(8192, 4096, device="meta").half(), nowhere), (
+        "single rows"
+    )
+
+
 def impatient(rank: int, workspace) -> None:
     from mgtp.runtime.kernels.all_reduce import all_gather, all_reduce
 
