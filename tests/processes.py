@@ -28,9 +28,9 @@ class Finished:
 
 
 def environment(folder: Path, **extra: str) -> dict[str, str]:
-    """The test's environment with run folders under `folder`."""
+    """The test's environment with run folders under `folder`; files that nobody closes are reported."""
     clean = {k: v for k, v in os.environ.items() if k not in ("XDG_RUNTIME_DIR", "MGTP_LOG_LEVEL")}
-    return {**clean, "TMPDIR": str(folder), **extra}
+    return {**clean, "TMPDIR": str(folder), "PYTHONWARNINGS": "default::ResourceWarning", **extra}
 
 
 def start(folder: Path, *arguments: str, module: str = "mgtp.cli", **extra: str) -> subprocess.Popen[str]:
@@ -55,7 +55,7 @@ def mgtp(folder: Path, *arguments: str, code: int | None = 0, **extra: str) -> F
         process.kill()
         raise
     assert code is None or process.returncode == code, f"exit code {process.returncode}, stderr:\n{err}"
-    assert "Traceback" not in err, err
+    assert "Traceback" not in err and "ResourceWarning" not in err, err
     assert_nothing_left(folder)
     return Finished(process.returncode, out, err)
 

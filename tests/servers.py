@@ -109,7 +109,7 @@ class ServerProcess:
             raise
         self._reader.join(5)
         self.http.close()
-        assert not any("Traceback" in line for line in self.log), self.log
+        assert not any("Traceback" in line or "ResourceWarning" in line for line in self.log), self.log
         assert_nothing_left(self.folder)
         return code
 

@@ -51,9 +51,9 @@ class RankGroup:
         self._remote: list[RemoteRank] = []
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RankMessage)
         self._alive = self._lifeline = -1
-        self._context = zmq.Context()
         self._here = cluster.ranks_of(cluster.node, options.num_ranks) if cluster else range(options.num_ranks)
         self.folder = create_run_folder()
+        self._context = zmq.Context()
         try:
             self.events = self._context.socket(zmq.PULL)
             self.events.bind(f"ipc://{self.folder}/front")

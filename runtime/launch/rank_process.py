@@ -46,13 +46,14 @@ class RankProcess:
 
     def _collect(self, stream: IO[bytes]) -> None:
         """Keep the last lines of stderr; runs in a thread until the rank closes it."""
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            if frame := _FRAME.fullmatch(line):
-                self.stack.append("{}:{} in {}".format(*frame.groups()))
-            elif line and not line.startswith(_FRAME_BEGIN) and not line.endswith(_STACK_HEAD):
-                self.tail.append(line)
-            log.debug("rank %d: %s", self.rank, line)
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip()
+                if frame := _FRAME.fullmatch(line):
+                    self.stack.append("{}:{} in {}".format(*frame.groups()))
+                elif line and not line.startswith(_FRAME_BEGIN) and not line.endswith(_STACK_HEAD):
+                    self.tail.append(line)
+                log.debug("rank %d: %s", self.rank, line)
 
     @property
     def has_exited(self) -> bool:
