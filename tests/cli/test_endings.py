@@ -117,13 +117,11 @@ def test_nohup(run_folder, one_rank):
 
 def test_a_reader_that_stops(run_folder, one_rank):
     """Nothing can be written any more; a signal ends the run all the same."""
-    ours, theirs = os.pipe()
-    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(theirs, b"." * 3200)  # so that it is soon full
+    ours, theirs = _nearly_full_pipe()
     command = [sys.executable, "-m", "mgtp.cli", "generate", one_rank, *GENERATE, "--max-tokens", "30000"]
     run = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
-    wait_for(lambda: _is_full(ours) or None, 60)
+    wait_for(lambda: _is_full(ours, 4050) or None, 60)
     run.send_signal(signal.SIGTERM)
     assert run.wait(END_SECONDS) == 143
     os.close(ours)
@@ -190,7 +188,7 @@ def test_a_rank_that_fails_while_the_reader_of_stdout_has_stopped(number, run_fo
     run = subprocess.Popen(command, env=environment(run_folder), stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     try:
-        wait_for(lambda: _is_full(ours) or None, 60)
+        wait_for(lambda: _is_full(ours, 4050) or None, 60)
         _wait_until_nothing_comes(ours)
         os.kill(rank_pid(run_folder, 1), number)
         _, err = run.communicate(timeout=END_SECONDS)
@@ -252,7 +250,7 @@ def _wait_until_nothing_comes(fd: int) -> None:
         time.sleep(0.5)
 
 
-def _nearly_full_pipe(written: int = 3200) -> tuple[int, int]:
+def _nearly_full_pipe(written: int = 4000) -> tuple[int, int]:
     """The ends (to read, to write) of a pipe that holds 4096 bytes."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
@@ -278,8 +276,9 @@ def test_closed_streams(closed, run_folder, one_rank):
     assert_nothing_left(run_folder)
 
 
-def _is_full(fd: int) -> bool:
-    return _num_bytes(fd) > 3500
+def _is_full(fd: int, num_bytes: int = 3500) -> bool:
+    """Of 4096, or nearly: lines of a log are written as a whole or not at all."""
+    return _num_bytes(fd) > num_bytes
 
 
 def _num_bytes(fd: int) -> int:
