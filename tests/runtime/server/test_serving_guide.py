@@ -72,7 +72,8 @@ def test_paths_of_the_table_exist(server):
 def test_parameters_of_the_table_exist():
     from mgtp.runtime.server.protocol import ChatRequest, CompletionRequest
 
-    table = GUIDE.split("## Parameters")[1].split("* Defaults")[0]
+    section = GUIDE.split("## Parameters")[1].split("* Defaults")[0]
+    table = "".join(line for line in section.splitlines(keepends=True) if line.startswith("|"))
     named = {name.split(".")[0] for name in re.findall(r"`([a-z_.]+)`", table)}
     assert named == set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
 

@@ -101,7 +101,7 @@ def test_errors_and_a_server_that_goes_away(browser, run_folder, served_checkpoi
     browser.run("document.querySelector('#chat').scrollIntoView()")
     browser.type("#ask input", "x" * 200)
     browser.click("#ask button")
-    wait(lambda: "exceed the context of 128 tokens" in browser.text("#chat .error"))
+    wait(lambda: "leave no room in the context of 128 tokens" in browser.text("#chat .error"))
     browser.screenshot(tmp_path / "page.png")
     assert server.stop() == 0
     wait(lambda: browser.text("#status") == "not reachable")
