@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from timing import copy_bandwidth, seconds_in_graph
 
 from mgtp.runtime.kernels.decode_attention import Softmax, decode_attention
-from mgtp.runtime.kernels.linear import Tiling, row_products, tile_products
+from mgtp.runtime.kernels.linear import row_products, tile_products
 from mgtp.runtime.kernels.prefill_attention import prefill_attention
 from mgtp.runtime.kernels.rotary import Rotation
+from mgtp.runtime.kernels.tilings import Tiling
 
 Job = Callable[[], object]
 

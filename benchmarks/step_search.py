@@ -18,7 +18,7 @@ from timing import seconds
 from mgtp.runtime import graphs
 from mgtp.runtime.graphs import DecodeGraphs
 from mgtp.runtime.kernels import activation, decode_attention, linear, norm
-from mgtp.runtime.kernels.linear import Tiling
+from mgtp.runtime.kernels.tilings import Tiling
 
 
 def matrices(tp_size: int) -> dict[tuple[int, int], str]:

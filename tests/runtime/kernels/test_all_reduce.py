@@ -117,7 +117,8 @@ def test_all_reduce_add_rms_norm(kind):
 
 def sent_products(rank: int, workspace, dtype: torch.dtype) -> None:
     from mgtp.runtime.kernels.all_reduce import all_reduce_add_rms_norm
-    from mgtp.runtime.kernels.linear import Tiling, row_products, tile_products
+    from mgtp.runtime.kernels.linear import row_products, tile_products
+    from mgtp.runtime.kernels.tilings import Tiling
 
     ways = [(1, row_products, Tiling(2, 16, 1)), (1, row_products, Tiling(8, 16, 1))]
     ways += [(3, tile_products, Tiling(16, 16, 1, 1, splits)) for splits in (1, 2)]

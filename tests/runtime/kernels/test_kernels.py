@@ -56,7 +56,8 @@ def test_gated_activation(device, kind, activation):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 17])
 def test_linear(device, kind, activation, biased, tokens):
-    from mgtp.runtime.kernels.linear import Tiling, row_products, tile_products
+    from mgtp.runtime.kernels.linear import row_products, tile_products
+    from mgtp.runtime.kernels.tilings import Tiling
 
     x, w = random(tokens, 88, kind=kind, device=device), random(100, 88, kind=kind, device=device)
     bias = random(100, kind=kind, device=device) if biased else None

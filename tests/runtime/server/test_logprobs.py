@@ -67,6 +67,8 @@ def test_echo_scores_the_prompt(server, log_softmax, prompt, max_tokens):
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 2}
     body |= {"ignore_eos": True, "return_token_ids": True}
     plain = server.complete(**{**body, "logprobs": None})
+    streamed = "".join(event["choices"][0]["text"] for event in server.events("/v1/completions", body))
+    assert streamed == plain["choices"][0]["text"]
     for _ in range(2):
         answer = server.complete(**body)
         choice = answer["choices"][0]
@@ -76,7 +78,6 @@ def test_echo_scores_the_prompt(server, log_softmax, prompt, max_tokens):
         assert choice["finish_reason"] == "length"
         assert len(choice["token_ids"]) == max_tokens == answer["usage"]["completion_tokens"]
         assert answer["usage"] == plain["usage"]
-    assert "".join(event["choices"][0]["text"] for event in server.events("/v1/completions", body)) == choice["text"]
 
 
 def test_echo_scores_several_prompts_with_several_answers(client, server, log_softmax):
