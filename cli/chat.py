@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ..runtime.launch.start import LaunchOptions
     from ..shardplan.sources.base import Source
 
-HELP = "/clear begins again, /system TEXT sets the system message, /exit or Ctrl-D ends"
+HELP = "/clear begins again, /system TEXT sets the system message, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 
 
 @app.command()
@@ -54,7 +55,8 @@ def chat(
 ) -> None:
     """Talk to a model: one line in, an answer out, as it comes. /clear begins again, /exit or Ctrl-D ends.
 
-    Answers go to stdout. Without a terminal, every line of stdin is said in turn, and a failure ends the command.
+    Ctrl-C stops an answer, or ends what waits for a line. Answers go to stdout. Without a terminal, every line of stdin is
+    said in turn, and a failure ends the command, as Ctrl-C does.
     """
     from ..runtime.chat_session import Conversation
     from .background import watched_stdout
@@ -132,15 +134,28 @@ def _talk(conversation: Conversation, model: str, write: Callable[[str], None]) 
 
 
 def _answer(conversation: Conversation, line: str, interactive: bool, write: Callable[[str], None]) -> None:
-    """Print an answer as it comes; a failure does not end a conversation that a person is having."""
+    """Print an answer as it comes; neither a failure nor Ctrl-C ends a conversation that a person is having."""
+    pieces = conversation.say(line)
     try:
-        for piece in conversation.say(line):
-            write(piece)
+        with _interruptible() if interactive else nullcontext(), closing(pieces):
+            for piece in pieces:
+                write(piece)
     except MgtpError as error:
         if not interactive or error.exit_code == 5:
             raise
         print(f"error: {error.message}", file=sys.stderr)
     write("\n")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the block alone."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _lines(interactive: bool) -> Iterator[str]:

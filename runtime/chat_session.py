@@ -6,7 +6,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,14 +47,25 @@ class Conversation:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def say(self, text: str) -> Iterator[str]:
-        """Say something; the pieces of the answer. What was said is forgotten when there is none."""
+    def say(self, text: str) -> Generator[str]:
+        """Say something; the pieces of the answer. What was said is forgotten when there is none.
+
+        An answer that is not wanted to its end is remembered as far as it has come.
+        """
         opening = [{"role": "system", "content": self.system}] if self.system is not None else []
         asked = [*self.messages, {"role": "user", "content": text}]
         pieces: list[str] = []
-        for piece in self.answers.answer([*opening, *asked]):
-            pieces.append(piece)
-            yield piece
+        try:
+            for piece in self.answers.answer([*opening, *asked]):
+                pieces.append(piece)
+                yield piece
+        except (GeneratorExit, KeyboardInterrupt):
+            if pieces:
+                self._remember(asked, pieces)
+            raise
+        self._remember(asked, pieces)
+
+    def _remember(self, asked: list[dict[str, str]], pieces: Sequence[str]) -> None:
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
     def clear(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...shardplan.errors import MgtpError, UsageError
 from ...shardplan.values import counted
-from ..messages import Abort, Request, RequestFailed, TokenLogprobs, Tokens
+from ..messages import Abort, Request, RequestFailed, TokenLogprobs, TokenOutput, Tokens
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def generate(
     *,
     result: Generation | None = None,
     continues_text: bool = True,
-) -> Iterator[str]:
+) -> Generator[str]:
     """Run one request and yield its text in pieces of whole characters; `result` collects everything else.
 
     `continues_text`: the answer goes on in the prompt's text, so a space it begins with counts.
@@ -77,15 +78,10 @@ def generate(
     result = result if result is not None else Generation(prompt_ids)
     stream = TextStream(tokenizer, stop, continues_text=continues_text) if tokenizer.has_text else None
     begin = time.monotonic()
-    request = Request("0", prompt_ids, sampling.with_seed(), sorted(tokenizer.eos_ids))
+    request = Request(secrets.token_hex(8), prompt_ids, sampling.with_seed(), sorted(tokenizer.eos_ids))
     started.group.send(request)
-    while result.finish_reason is None:
-        message = started.group.receive_step()
-        if isinstance(message, RequestFailed):
-            raise MgtpError(message.message, "check the set with mgtp verify, or shard with another --dtype")
-        if not isinstance(message, Tokens):
-            continue
-        for output in message.outputs:
+    try:
+        for output in _outputs(started, request.id):
             now = time.monotonic() - begin
             result.first_token_seconds = result.first_token_seconds or now
             result.seconds = now
@@ -98,10 +94,24 @@ def generate(
             if stream is not None and stream.stopped is not None:
                 result.finish_reason = "stop"
                 started.group.send(Abort(request.id))
+            if result.finish_reason is not None:
                 break
+    except (GeneratorExit, KeyboardInterrupt):  # nobody wants the rest
+        started.group.send(Abort(request.id))
+        raise
     if stream is not None:
         yield stream.finish()
         result.text = stream.text
+
+
+def _outputs(started: StartedGroup, request_id: str) -> Iterator[TokenOutput]:
+    """The tokens of a request as they come; those of one before it that was given up may still be on their way."""
+    while True:
+        message = started.group.receive_step()
+        if isinstance(message, RequestFailed) and message.id == request_id:
+            raise MgtpError(message.message, "check the set with mgtp verify, or shard with another --dtype")
+        if isinstance(message, Tokens):
+            yield from (output for output in message.outputs if output.id == request_id)
 
 
 def token_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[int, TokenLogprobs]]) -> list[dict[str, Any]]:

@@ -1,14 +1,22 @@
-"""`mgtp chat` with servers of others, and with those that break off: one line, and never half an answer for a whole one."""
+"""Conversations: servers of others, answers that break off (one line, never half an answer for a whole one), or are stopped."""
 
 from __future__ import annotations
 
 import http.server
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mgtp.runtime.chat_session import Conversation, RemoteAnswers
+from mgtp.runtime.launch.client import generate
+from mgtp.runtime.messages import Abort, Request, RequestFailed, TokenOutput, Tokens
+from mgtp.runtime.sampling_params import SamplingParams
+from mgtp.runtime.text.tokenizer import Tokenizer
 from mgtp.shardplan.errors import MgtpError
 
 MODELS = b'{"object": "list", "data": [{"id": "m", "object": "model"}]}'
@@ -87,3 +95,53 @@ def test_what_is_no_server_is_said_so(url, monkeypatch, models):
 def test_addresses_that_cannot_be(address):
     with pytest.raises(MgtpError, match="does not answer"):
         RemoteAnswers(address, None, {})
+
+
+class LateGroup:
+    """Stands for ranks: each request gets three tokens, after what is left of the ones before."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.left: list[Any] = []
+
+    def send(self, message: Request | Abort) -> None:
+        self.sent.append(message)
+        if isinstance(message, Request):
+            ids = [(10 * len(self.sent) + i, "length" if i == 2 else None) for i in range(3)]
+            self.left += [Tokens([TokenOutput(message.id, *token)]) for token in ids]
+            self.left.append(RequestFailed(message.id, "too late to matter"))
+
+    def receive_step(self) -> Any:
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_tokens_of_an_answer_that_was_stopped_reach_no_other(tiny_checkpoint, taken):
+    group, tokenizer = LateGroup(), Tokenizer.load(tiny_checkpoint("base"), {})
+    results = []
+    for count in (taken, 3):
+        pieces = generate(SimpleNamespace(group=group), tokenizer, [1], SamplingParams())  # type: ignore[arg-type]
+        with closing(pieces):
+            results.append([next(pieces) for _ in range(count)])
+    first, abort, second = group.sent[:3]
+    assert abort == Abort(first.id) and second.id != first.id
+    assert results[1] == [tokenizer.decode([30 + i]) for i in range(3)], "those of the second request"
+
+
+class Counting:
+    """Answers with numbers."""
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+        yield from "123"
+
+    def check(self) -> None:
+        """All is well."""
+
+
+def test_what_was_said_of_an_answer_that_was_stopped_is_remembered():
+    conversation = Conversation(Counting())
+    for count, said in ((0, []), (2, ["hi", "12"]), (3, ["hi", "12", "hi", "123"])):
+        pieces = conversation.say("hi")
+        assert len([*islice(pieces, count)]) == count
+        pieces.close()
+        assert [m["content"] for m in conversation.messages] == said

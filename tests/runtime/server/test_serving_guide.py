@@ -5,8 +5,10 @@ from __future__ import annotations
 import configparser
 import contextlib
 import io
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +118,27 @@ def test_chat_command(server, run_folder):
     assert run.stdout[:half] == run.stdout[half:] != "\n"
     error = mgtp(run_folder, "chat", "http://127.0.0.1:9", code=1).err
     assert error.startswith("error: http://127.0.0.1:9 does not answer") and "hint: " in error
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(server):
+    """Ranks of its own may have taken minutes to start."""
+    terminal, theirs = os.openpty()
+    command = [sys.executable, "-m", "mgtp.cli", "chat", server.url, "--temperature", "0", "--max-tokens", "30000"]
+    run = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert run.stdout is not None
+    try:
+        for _ in range(2):
+            os.write(terminal, b"hello\n")
+            assert run.stdout.read(20)
+            run.send_signal(signal.SIGINT)
+            server.wait_until_idle()
+        os.write(terminal, b"/exit\n")
+        run.communicate(timeout=20)
+        assert run.returncode == 0
+    finally:
+        run.kill()
+        os.close(theirs)
+        os.close(terminal)
 
 
 @pytest.mark.parametrize(
