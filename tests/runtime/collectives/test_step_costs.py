@@ -35,6 +35,16 @@ def test_calls_are_noted_within_the_block_and_timed(world):
         assert all(c.seconds > 0 for c in found) and restored
 
 
+def test_a_sum_that_a_product_has_sent_is_noted_as_large_as_it_is():
+    class Norming:
+        def all_reduce_add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            return residual
+
+    with noted(communicator := Norming()) as calls:  # type: ignore[arg-type]
+        communicator.all_reduce_add_rms_norm(torch.empty(2, 0), torch.ones(2, 8))
+    assert calls == {Call("all_reduce_add_rms_norm", (2, 8), torch.float32): 1}
+
+
 def test_the_slowest_rank_counts():
     def of_rank(seconds: float) -> list[CollectiveCost]:
         return [
