@@ -71,7 +71,7 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, NEW)
 
 
-@pytest.mark.parametrize("tp_size", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("tp_size", [1, 3, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_in_float64(name, tp_size, recipe_checkpoint):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""

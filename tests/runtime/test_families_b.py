@@ -44,7 +44,7 @@ def expected(folder: str, dtype: str = "float32") -> tuple[torch.Tensor, torch.T
     return full, cached, max_difference(full[FIRST - 1 :], cached)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, sharded):
     folder = recipe_checkpoint(name)
@@ -60,9 +60,7 @@ def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, shar
     assert ids == reference_greedy(load_reference(str(folder)), PROMPT, 24)
 
 
-@pytest.mark.parametrize(
-    "tp_size", [1, pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_in_float64(name, tp_size, world, recipe_checkpoint, sharded):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""
@@ -87,7 +85,7 @@ def test_bfloat16_is_as_exact_as_the_reference(name, tp_size, world, recipe_chec
     assert error.max() <= 2 * allowed.max()
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", RECIPES)
 def test_mixed_requests_equal_single_ones(name, tp_size, world, recipe_checkpoint, sharded):
     """Requests of all lengths together, prefilled in chunks, more than there are slots, with and without preemption."""

@@ -52,7 +52,7 @@ def test_greedy_ids_of_reported_cases(name, tp_size, world, tiny_checkpoint, sha
     assert ids == reference["greedy_ids"]
 
 
-@pytest.mark.parametrize("tp_size", (1, 2, 3, 4, pytest.param(6, marks=pytest.mark.soak)))
+@pytest.mark.parametrize("tp_size", (1, 2, 3, 4, 6))
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_and_ids_in_float32(name, tp_size, world, recipe_checkpoint, sharded):
     folder = recipe_checkpoint(name)
@@ -73,7 +73,7 @@ def test_logits_over_gloo(world, recipe_checkpoint, sharded):
         assert_close(ours, want, 1e-4, "full")
 
 
-@pytest.mark.parametrize("tp_size", (1, 3, pytest.param(4, marks=pytest.mark.soak)))
+@pytest.mark.parametrize("tp_size", (1, 3, 4))
 @pytest.mark.parametrize("name", RECIPES)
 def test_logits_in_float64(name, tp_size, world, recipe_checkpoint, sharded):
     """Nearly bit-exact: float64 sums leave no room for a small fault to hide in."""
