@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,7 @@ class GenerateOne:
             result=result,
             continues_text=not self._chat,
         )
-        with watched_stdout(started.group.check) as write:
+        with watched_stdout(started.group.check) as write, closing(pieces):
             for piece in pieces:
                 if not as_json:
                     write(piece)

@@ -71,7 +71,8 @@ def generate(
 ) -> Generator[str]:
     """Run one request and yield its text in pieces of whole characters; `result` collects everything else.
 
-    `continues_text`: the answer goes on in the prompt's text, so a space it begins with counts.
+    `continues_text`: the answer goes on in the prompt's text, so a space it begins with counts. Close it before the ranks
+    are stopped: they are told what is not wanted to its end.
 
     Raises MgtpError when the request fails and RankError when a rank does.
     """
