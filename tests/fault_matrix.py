@@ -120,7 +120,7 @@ def run(case: Case, folder: Path, shard_set: str) -> float:
 def start_faulty(fault: str, folder: Path, *arguments: str, **extra: str) -> subprocess.Popen[str]:
     """`mgtp` with `arguments`, one of its ranks having a fault of tests/faulty_rank.py."""
     variables = environment(folder, MGTP_TEST_FAULT=fault, **extra)
-    variables["PYTHONPATH"] = f"{REPOSITORY}:{variables.get('PYTHONPATH', '')}"
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), variables.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-m", "tests.faulty_front", *arguments],
         env=variables,

@@ -187,7 +187,7 @@ def test_a_rank_that_loads_too_much_fails_the_probe(tmp_path, smollm2, sharded, 
 
     (tmp_path / "torch.py").write_text("raise SystemExit('not torch')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep if os.environ.get("PYTHONPATH") else None)
     monkeypatch.setattr(group, "RANK_MODULE", "tests.greedy_rank")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert main(["probe-memory", sharded(smollm2, 2), "--device", "cpu", "--json"]) == 1
