@@ -7,6 +7,7 @@ how, and leaves no process and no file.
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
