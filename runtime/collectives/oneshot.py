@@ -109,8 +109,7 @@ class OneShotCommunicator:
 
         False, and nothing sent, where this rank has to be given the product. Ranks may differ in that.
         """
-        kind, row_bytes = str(x.dtype).removeprefix("torch."), len(weight) * x.element_size()
-        if not self._goes_by_rows(Message(kind, len(x) * row_bytes, dims=2), row_bytes):
+        if not self._goes_by_rows(x, len(weight)):
             return False
         from ..kernels.linear import send_linear
 
@@ -127,21 +126,24 @@ class OneShotCommunicator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(s + residual), s + residual) of the sum s over ranks: one kernel where that is possible and pays.
 
-        `x` has no columns where it has been sent.
+        `x` [T, H] has no columns where it has been sent, and there may be no tokens.
         """
         variant = {"one_plus": one_plus, "cast_first": cast_first}
         sent = x.shape[-1] == 0
-        if sent or (self.fuses and self._goes_by_rows(_message(x), x[0].nbytes)):
+        if sent or (self.fuses and self._goes_by_rows(x, x.shape[-1])):
             from ..kernels.all_reduce import all_reduce_add_rms_norm
 
             places = (residual.contiguous(), weight, eps, self.memory.kernels)
-            return all_reduce_add_rms_norm(None if sent else _aligned(x), *places, **variant, patience=self.patience)
+            part = None if sent else _aligned(x.contiguous())
+            return all_reduce_add_rms_norm(part, *places, **variant, patience=self.patience)
         from ..kernels.norm import add_rms_norm
 
         return add_rms_norm(self.all_reduce(x), residual, weight, eps, **variant)
 
-    def _goes_by_rows(self, message: Message, row_bytes: int) -> bool:
-        """Whether all ranks' parts are sent at once, as packets of which none has numbers of two rows."""
+    def _goes_by_rows(self, x: torch.Tensor, columns: int) -> bool:
+        """Whether parts [T, columns] of x's T and dtype are sent at once, as packets of which none has numbers of two rows."""
+        row_bytes = columns * x.element_size()
+        message = Message(_name(x.dtype), len(x) * row_bytes, dims=2)
         return method_for(message, self.size)[0] == "one-shot" and row_bytes % 4 == 0
 
     def close(self) -> None:
@@ -153,8 +155,11 @@ class OneShotCommunicator:
 
 
 def _message(tensor: torch.Tensor) -> Message:
-    name, num_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-    return Message(name, num_bytes, tensor.dim(), tensor.is_contiguous())
+    return Message(_name(tensor.dtype), tensor.nbytes, tensor.dim(), tensor.is_contiguous())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
