@@ -31,14 +31,26 @@ class Call:
 
 @contextmanager
 def noted(communicator: Communicator) -> Iterator[Counter[Call]]:
-    """The collectives of this communicator that are called within the block, and how often each."""
+    """The collectives of this communicator that are called within the block, and how often each.
+
+    One that is made of others is noted, they are not: their time is part of its time.
+    """
     calls: Counter[Call] = Counter()
+    busy = False
 
     def noting(name: str, method: Callable) -> Callable:
         def call(tensor: torch.Tensor, *args: Any) -> Any:
-            shape = tensor.shape if tensor.numel() else args[0].shape  # nothing is left of what was sent
+            nonlocal busy
+            if busy:
+                return method(tensor, *args)
+            sums_for_norm = name == "all_reduce_add_rms_norm"
+            shape = args[0].shape if sums_for_norm else tensor.shape  # nothing is left of what was sent: the residual's
             calls[Call(name, tuple(shape), tensor.dtype)] += 1
-            return method(tensor, *args)
+            busy = True
+            try:
+                return method(tensor, *args)
+            finally:
+                busy = False
 
         return call
 

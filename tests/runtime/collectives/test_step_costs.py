@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mgtp.runtime.collectives.step_costs import Call, costs, noted
-from mgtp.runtime.communicator import HostCommunicator
+from mgtp.runtime.communicator import HostCommunicator, SingleRank
 from mgtp.runtime.launch.collective_share import share
 from mgtp.runtime.messages import CollectiveCost
 
@@ -43,6 +43,17 @@ def test_a_sum_that_a_product_has_sent_is_noted_as_large_as_it_is():
     with noted(communicator := Norming()) as calls:  # type: ignore[arg-type]
         communicator.all_reduce_add_rms_norm(torch.empty(2, 0), torch.ones(2, 8))
     assert calls == {Call("all_reduce_add_rms_norm", (2, 8), torch.float32): 1}
+
+
+def test_a_collective_that_is_made_of_others_is_noted_once():
+    class Gathering(SingleRank):
+        def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+            return self.all_gather(tensor)[source]
+
+    with noted(communicator := Gathering()) as calls:
+        communicator.broadcast(torch.ones(2))
+        communicator.all_gather(torch.ones(3))
+    assert calls == {Call("broadcast", (2,), torch.float32): 1, Call("all_gather", (3,), torch.float32): 1}
 
 
 def test_the_slowest_rank_counts():
