@@ -133,8 +133,8 @@ def _faults_of_sent(candidate: Sending, device: torch.device, expected: list) ->
     faults = []
     for tokens, (total, magnitude) in zip(SENT_TOKENS, expected, strict=True):
         x, weight = (each.to(device) for each in _factors(candidate.rank, tokens))
-        part = x.new_empty((tokens, 0)) if candidate.send_product(x, weight) else x @ weight.T
         nothing = torch.zeros(total.shape, dtype=x.dtype, device=device)
+        part = x.new_empty((tokens, 0)) if candidate.send_product(x, weight) else x @ weight.T
         found = candidate.all_reduce_add_rms_norm(part, nothing, None, 1e-6, False, True)[1].cpu().float()
         if not _close(found, total, magnitude * candidate.size, x.dtype):
             faults.append(f"wrong sum of products of {tokens} tokens")

@@ -171,7 +171,8 @@ def all_reduce_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(s + residual), s + residual) of the sum s of every rank's `x`, all contiguous [T, H] of one dtype.
 
-    A row is a multiple of 4 bytes. Without `x` this rank's part is what `send_linear` sent just before.
+    A row is a multiple of 4 bytes. Without `x` this rank's part is what `send_linear` sent: no kernel comes between, and
+    `residual` was made before.
     """
     like = x if x is not None else residual
     assert like is not None

@@ -113,8 +113,8 @@ def fused(world: Communicator, devices: list[int]) -> None:
                 close(normed, expected.float(), 2)
 
                 weights = [w * HIDDEN**-0.5 for w in parts(c, (2 * HIDDEN, HIDDEN), dtype, 92)]
-                part = sent_or_not(c, tensors[c.rank], weights[c.rank])
                 residual = parts(c, (tokens, 2 * HIDDEN), dtype, 93)[0]
+                part = sent_or_not(c, tensors[c.rank], weights[c.rank])
                 total = c.all_reduce_add_rms_norm(part, residual, None, 1e-5, False, True)[1]
                 summed = float32_sum([linear(x, w) for x, w in zip(tensors, weights, strict=True)]).to(dtype)
                 assert torch.equal(total, add_rms_norm(summed, residual, None, 1e-5)[1]), (dtype, tokens)
@@ -176,11 +176,12 @@ def hammer(world: Communicator, devices: list[int]) -> None:
                 expected = float32_sum(list(state)).bfloat16()
                 total = c.all_reduce(state[c.rank])
                 twice = c.all_reduce_add_rms_norm(state[c.rank], total, weight, 1e-5, False, True)[1]
+                # As in a model: one kernel makes the residual, the next one sends, then both are added.
+                part = sent_or_not(c, state[c.rank], matrix)
+                made = c.all_reduce_add_rms_norm(part, twice, weight, 1e-5, False, True)[1]
+                wrong.add_((made != float32_sum([linear(x, matrix) for x in state]).bfloat16() + twice).sum())
                 wrong.add_((total != expected).sum() + (twice != expected + expected).sum())
                 wrong.add_((c.all_gather(state[c.rank]) != state).sum())
-                part = sent_or_not(c, state[c.rank], matrix)
-                made = c.all_reduce_add_rms_norm(part, torch.zeros_like(total), weight, 1e-5, False, True)[1]
-                wrong.add_((made != float32_sum([linear(x, matrix) for x in state]).bfloat16()).sum())
                 state.copy_(expected * 0.5 + add)
 
         step()

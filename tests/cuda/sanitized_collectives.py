@@ -27,8 +27,9 @@ def every_kernel(world: Communicator, devices: list[int]) -> None:
             total = c.all_reduce_add_rms_norm(tensors[c.rank], tensors[0], weight, 1e-5, one_plus, True)[1]
             close(total, float32_sum([*tensors, tensors[0]]), 2)
             products = [x @ x.new_ones(256, HIDDEN).T for x in tensors]
+            nothing = torch.zeros_like(products[0])
             part = sent_or_not(c, tensors[c.rank], tensors[0].new_ones(256, HIDDEN))
-            total = c.all_reduce_add_rms_norm(part, torch.zeros_like(products[0]), None, 1e-5, one_plus, True)[1]
+            total = c.all_reduce_add_rms_norm(part, nothing, None, 1e-5, one_plus, True)[1]
             close(total, float32_sum(products), 2 * c.size)
 
     with_oneshot(world, devices, job)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from tests.runtime.kernels import references
 
 SECONDS = 120
 MOST_BYTES = 1 << 16
+HELD_COLUMNS = (40, 0, 24)
+"""Of a product's matrix, by rank: one holds no head."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,6 +99,21 @@ def test_gather_float32(world):
     run_ranks(world, gathers)
 
 
+def broadcasts(rank: int, workspace) -> None:
+    from mgtp.runtime.collectives.oneshot import OneShotCommunicator
+
+    memory = SimpleNamespace(kernels=workspace, two_shot=False)
+    communicator = OneShotCommunicator(memory, SimpleNamespace(rank=rank, size=workspace.size, capturable=True))  # type: ignore[arg-type]
+    whole = torch.tensor([[1, 0, -5, 1 << 40], [7, 2, -(1 << 62), 0]])
+    for value in (whole[0, 3], whole[1, 2:3], whole.t(), whole[:, 1].int(), whole != 0, (whole != 0)[1].to(torch.int8)):
+        tensor = value.clone() if rank == 1 else torch.empty_like(value).fill_(1)
+        assert communicator.broadcast(tensor, 1) is tensor and torch.equal(tensor, value)
+
+
+def test_broadcast_of_any_dtype_is_in_place():
+    run_ranks(2, broadcasts)
+
+
 def norms(rank: int, workspace, dtype: torch.dtype) -> None:
     from mgtp.runtime.kernels.all_reduce import all_reduce_add_rms_norm
 
@@ -123,7 +142,10 @@ def sent_products(rank: int, workspace, dtype: torch.dtype) -> None:
     ways = [(1, row_products, Tiling(2, 16, 1)), (1, row_products, Tiling(8, 16, 1))]
     ways += [(3, tile_products, Tiling(16, 16, 1, 1, splits)) for splits in (1, 2)]
     for seed, (tokens, products, tiling) in enumerate(ways):
-        xs, ws = parts(workspace.size, (tokens, 40), dtype, seed), parts(workspace.size, (52, 40), dtype, seed + 9)
+        xs, ws = (
+            [x[:, :held].contiguous() for x, held in zip(parts(3, (n, 40), dtype, seed + n), HELD_COLUMNS, strict=True)]
+            for n in (tokens, 52)
+        )
         residual = parts(1, (tokens, 52), dtype, 50)[0]
         if (rank + seed) % 2:  # ranks may differ in who sends
             part = products(xs[rank], ws[rank], None, tiling)
