@@ -18,6 +18,8 @@ from tests.runtime.kernels import references
 
 SECONDS = 120
 MOST_BYTES = 1 << 16
+BEFORE_THE_TURN = (1 << 31) - 3
+"""Calls so far, as after a day of decoding: the third from now has the number -2^31."""
 HELD_COLUMNS = (40, 0, 24)
 """Of a product's matrix, by rank: one holds no head."""
 
@@ -45,7 +47,7 @@ def run_ranks(world: int, job: Callable, *args, absent: tuple[int, ...] = ()) ->
 
     def work(rank: int) -> None:
         try:
-            counts = torch.zeros(MOST_PROGRAMS, dtype=torch.int32)
+            counts = torch.full((MOST_PROGRAMS,), BEFORE_THE_TURN, dtype=torch.int32)
             job(rank, Workspace(addresses, counts, rank, MOST_BYTES), *args)
         except BaseException:
             failures.put(traceback.format_exc())
