@@ -109,6 +109,31 @@ def _over_kept_keys(
     return highest, total, acc
 
 
+@triton.jit
+def _with_new_key(
+    q, start, k_cache, v_cache, table, angles, weight, eps, position, head, highest, total, acc, scale, cap,
+    KV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+    ROT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEAD_NORM: tl.constexpr, ONE_PLUS: tl.constexpr, CAST_FIRST: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Write the new token's key, normed and rotated, and value to the cache, and take them into what was found."""
+    d, one = tl.arange(0, D_PAD), tl.arange(0, 1)
+    dtype = k_cache.dtype.element_ty
+    k = load_rotated(start + (KV * G + head) * D + one, one == 0, angles, weight, eps, D, D_PAD, ROT,
+                     INTERLEAVED, HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
+    v = tl.load(start + (KV * G + KV + head) * D + d, mask=d < D, other=0.0)
+    block = tl.load(table + position // (SIZE * RANKS))
+    slot = ((block.to(tl.int64) * SIZE + position % SIZE) * KV + head) * D
+    tl.store(k_cache + slot + one[:, None] + d[None, :], k.to(dtype), mask=(d < D)[None, :])
+    tl.store(v_cache + slot + d, v.to(dtype), mask=d < D)
+    exponent = scores_to_exponents(tl.sum(q * k, 1), scale, cap, CAPPED)
+    new_highest = tl.maximum(highest, exponent)
+    weight = tl.exp2(exponent - new_highest)
+    shrink = tl.exp2(highest - new_highest)
+    acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+    return new_highest, total * shrink + weight, acc
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "window", "rank"],
     do_not_specialize_on_alignment=["tables", "rows", "positions"],  # parts of larger tensors, at any place
@@ -157,21 +182,9 @@ def _decode_attention(
         if RANKS > 1:
             new_here = new_here & (position // SIZE % RANKS == rank)
         if new_here:
-            one = tl.arange(0, 1)
-            k = load_rotated(start + (KV * G + head) * D + one, one == 0, angles, k_weight, k_eps, D, D_PAD, ROT,
-                             INTERLEAVED, HEAD_NORM, ONE_PLUS, CAST_FIRST)  # fmt: skip
-            v = tl.load(start + (KV * G + KV + head) * D + d, mask=d < D, other=0.0)
-            block = tl.load(table + position // (SIZE * RANKS))
-            slot = ((block.to(tl.int64) * SIZE + position % SIZE) * KV + head) * D
-            tl.store(k_cache + slot + one[:, None] + d[None, :], k.to(dtype), mask=(d < D)[None, :])
-            tl.store(v_cache + slot + d, v.to(dtype), mask=d < D)
-            exponent = scores_to_exponents(tl.sum(q * k, 1), scale, cap, CAPPED)
-            new_highest = tl.maximum(highest, exponent)
-            weight = tl.exp2(exponent - new_highest)
-            shrink = tl.exp2(highest - new_highest)
-            acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-            total = total * shrink + weight
-            highest = new_highest
+            highest, total, acc = _with_new_key(
+                q, start, k_cache, v_cache, table, angles, k_weight, k_eps, position, head, highest, total, acc, scale, cap,
+                KV, G, D, D_PAD, SIZE, RANKS, ROT, INTERLEAVED, HEAD_NORM, ONE_PLUS, CAST_FIRST, CAPPED)  # fmt: skip
 
     start_dependents_late(PDL)
     if SPLITS == 1:

@@ -26,7 +26,7 @@ from ..server.bodies import Asked, read_chat, read_completion
 from ..server.errors import ApiError, invalid, unknown_model
 from ..server.model import ServedModel
 from ..server.options import ServerOptions
-from ..server.protocol import ChatRequest, CompletionRequest
+from ..server.protocol import ChatRequest, CompletionRequest, without_nulls
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -145,7 +145,7 @@ class RequestFile:
             document = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
             if not isinstance(document, dict):
                 raise ApiError(400, "it is no JSON object")
-            return self._loop.run(self._understand(_without_nulls(document), number))
+            return self._loop.run(self._understand(without_nulls(document), number))
         except msgspec.DecodeError as error:
             raise self._wrong(number, f"it is no JSON: {error}") from None
         except ValidationError as error:
@@ -183,11 +183,6 @@ class RequestFile:
         return defaults
 
 
-def _without_nulls(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line says: null says nothing, and hides no default."""
-    return {name: value for name, value in document.items() if value is not None}
-
-
 def _openai(document: Mapping[str, Any]) -> tuple[Any, str, dict[str, Any]]:
     """(id, url, body) of a line in OpenAI's form."""
     _refuse_others(document, _OPENAI_FIELDS)
@@ -200,7 +195,7 @@ def _openai(document: Mapping[str, Any]) -> tuple[Any, str, dict[str, Any]]:
         raise ApiError(400, "body must be an object")
     if body.get("stream"):
         raise ApiError(400, "stream: a batch has nobody to stream to")
-    return _id(document, "custom_id"), url, _without_nulls(body)
+    return _id(document, "custom_id"), url, without_nulls(body)  # null hides no default
 
 
 def _plain(document: Mapping[str, Any], number: int) -> tuple[Any, str, dict[str, Any]]:

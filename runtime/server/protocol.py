@@ -6,6 +6,7 @@ used: see SamplingParams and prompts.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
@@ -31,15 +32,20 @@ MAX_MESSAGES, MAX_TOOLS = 16384, 1024
 """Far more than any conversation has; reading a body full of empty ones would hold up all other requests."""
 
 
+def without_nulls(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a document says: null says nothing, also of what is unknown. Some clients send all that their API has."""
+    return {name: value for name, value in document.items() if value is not None}
+
+
 class Body(BaseModel):
-    """A request's body. Null says nothing, also of what is unknown: some clients send all that their API has."""
+    """A request's body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+        return without_nulls(body) if isinstance(body, dict) else body
 
 
 class StreamOptions(Body):
